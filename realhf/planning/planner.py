@@ -29,8 +29,8 @@ from realhf.planning.search import NothingFitsError, SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
 from realhf.planning.what_if import NO_STALENESS, WhatIf, WhatIfRequest, keys_without_producer
 
-# By which part a step has to be shorter for rollouts to be made by older weights: less is within what a search misses,
-# and older weights cost learning.
+# Staler rollouts must make a step at least this much faster. Smaller gains are within the search's error, and stale
+# weights slow learning.
 WORTH_STALENESS = 0.01
 
 
@@ -224,8 +224,8 @@ def _share(budget: SearchBudget, begun: float, searches: int, left: int) -> Sear
 
 
 def _least_stale(results: Sequence[SearchResult]) -> SearchResult:
-    """The one of the least staleness that none of more is faster than by `WORTH_STALENESS`; `fresher` has the others of
-    less."""
+    """The least stale result that no staler one beats by more than `WORTH_STALENESS`; `fresher` has the steps of less
+    staleness. Results are in ascending staleness."""
     shortest_s = min(result.prediction.step_s for result in results)
     best = next(result for result in results if result.prediction.step_s <= shortest_s * (1 + WORTH_STALENESS))
     steps = {result.plan.staleness: result.prediction.step_s for result in results}

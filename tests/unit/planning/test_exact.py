@@ -1,13 +1,24 @@
 """Proofs: bounds are never above the optimum, and what is called optimal is, against enumeration."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
 from realhf.planning.certificate import Certificate
+from realhf.planning.model.cluster import Cluster, has_all_meshes, node_runs
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.timings import load_costs
+from realhf.planning.model.workload import Workload
+from realhf.planning.request import SearchBudget
+from realhf.planning.search import search_plan
 from tests.unit.planning.evaluate_plan import evaluate
+from tests.unit.planning.graphs import call, task_of
+from tests.unit.planning.graphs import settings as of_task
 from tests.unit.planning.problem_files import (
     NAMES,
     OPTIMA,
@@ -114,5 +125,50 @@ def test_what_a_certificate_says() -> None:
     open_ = Certificate(cost_s=2.0, lower_bound_s=1.6, proven=False)
     assert open_.gap == pytest.approx(0.25)
     assert str(open_) == "no plan takes less than 1.6 s a step; this one is within 25.0% of that"
+    assert Certificate(cost_s=2.0, lower_bound_s=0.0, proven=False).gap == float("inf")
+    assert str(Certificate(cost_s=2.0, lower_bound_s=0.0, proven=False)) == "no lower bound was proven"
     nothing = Certificate(cost_s=2.0, lower_bound_s=float("inf"), feasible=False, proven=True)
     assert str(nothing) == "no plan fits into memory (proven)"
+    unknown = Certificate(cost_s=2.0, lower_bound_s=0.0, feasible=False, proven=False)
+    assert str(unknown) == "no plan that fits into memory was found"
+
+
+@pytest.mark.parametrize(
+    ("limits", "plans"),
+    [
+        ({"has_all_meshes": False}, "plan on runs of blocks of nodes"),
+        ({"num_meshes": 3}, "plan on 3 of the meshes"),
+        ({"breadth": "computation"}, "plan without chunks, moved optimizer states or modes of operators"),
+        ({"breadth": "plain"}, "plan without chunks, with calls computed as they are set up"),
+        ({"offload": ("ref", "reward")}, "plan with ref, reward in host memory"),
+        ({"offload": ()}, "plan with no model in host memory"),
+        ({"has_all_meshes": False, "offload": ()}, "plan on runs of blocks of nodes and with no model in host memory"),
+    ],
+)
+def test_a_certificate_says_what_its_plans_leave_out(limits: dict[str, Any], plans: str) -> None:
+    found = Certificate(cost_s=2.0, lower_bound_s=1.6, proven=False, **limits)
+    assert str(found) == f"no {plans} takes less than 1.6 s a step; this one is within 25.0% of that"
+    assert str(replace(found, proven=True)) == f"optimal: no {plans} takes less than 2 s a step"
+    wider = replace(found, wider_s=1.5)
+    assert str(wider) == f"no {plans} takes less than 1.6 s a step; this plan is not one of them and takes 1.5 s"
+
+
+@pytest.mark.parametrize(("nodes", "has_all"), [(1, True), (16, True), (17, False), (128, False)])
+def test_above_16_nodes_not_all_meshes_are_searched(nodes: int, has_all: bool) -> None:
+    cluster = Cluster(num_nodes=nodes, devices_per_node=8, hardware=load_hardware("h100"))
+    assert has_all_meshes(cluster) is has_all
+    assert (len(node_runs(cluster)) == nodes * (nodes + 1) // 2) is has_all
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(17, None), (16, None), (17, 0.01)])
+def test_the_certificate_of_a_search_says_so(nodes: int, seconds: float | None) -> None:
+    """With a search of one evaluation, and without time for any, when the best rule is the answer."""
+    graph = DataflowGraph([call("sft", "llama7b", TRAIN_STEP, "prompts")], ["prompts"])
+    cluster = Cluster(num_nodes=nodes, devices_per_node=1, hardware=load_hardware("h100"))
+    shared = of_task(graph, cluster, batch_size=nodes * 8, workload=Workload(prompt_tokens=64, new_tokens=0))
+    costs = load_costs(graph.models, dtype="bfloat16", hardware=cluster.hardware)
+    task = task_of(graph, **{**shared, "costs": costs, "dtype": "bfloat16"})
+    found = search_plan(task, SearchBudget(evaluations=1, seconds=seconds), 0)
+    assert found.certificate.has_all_meshes is (nodes == 16)
+    if seconds is None:
+        assert ("on runs of blocks of nodes" in str(found.certificate)) is (nodes == 17)

@@ -32,6 +32,24 @@ def test_a_ring_for_much_data() -> None:
 def test_a_tree_for_little_data() -> None:
     # Eight devices: three levels up and down, not fourteen messages.
     assert ROUND.all_reduce_s(8, 8, crosses_nodes=False) == pytest.approx(2 * (3 + 0.08))
+
+
+@pytest.mark.parametrize(("devices", "levels"), [(5, 3), (6, 3), (7, 3), (8, 3), (9, 4), (33, 6)])
+def test_a_tree_has_as_many_levels_as_its_leaves_need(devices: int, levels: int) -> None:
+    assert ROUND.all_reduce_s(1, devices, crosses_nodes=False) == pytest.approx(2 * (levels * 1 + 0.01))
+    assert ROUND.all_reduce_s(1, devices, crosses_nodes=True) == pytest.approx(2 * (levels * 5 + 0.1))
+
+
+def test_of_two_devices_a_ring_is_the_tree_with_half_of_the_bytes() -> None:
+    assert ROUND.all_reduce_s(50, 2, crosses_nodes=False) == pytest.approx(2 * (1 + 0.25))
+
+
+def test_between_a_ring_and_a_tree_the_faster_one_counts() -> None:
+    """Of 4 devices, ring 6 (1 + x / 400), tree 2 (2 + x / 100): equal at 400 bytes."""
+    for size in (396, 404):
+        ring, tree = 6 * (1 + size / 400), 2 * (2 + size / 100)
+        assert (ring < tree) is (size > 400)
+        assert ROUND.all_reduce_s(size, 4, crosses_nodes=False) == pytest.approx(min(ring, tree))
     assert ROUND.all_reduce_s(8, 2, crosses_nodes=False) == pytest.approx(2 * (1 + 0.04))
 
 

@@ -16,6 +16,7 @@ from realhf import cli
 from realhf.architecture.model import DecoderConfig, model_type
 from realhf.base.errors import UserError
 from realhf.geometry.parameters import parameter_count
+from realhf.planning.model import operator_modes
 from realhf.planning.model.activations import activation_elements
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
@@ -274,6 +275,61 @@ def strongly_correlated(count: int, seed: int, launch_s: float) -> OsdpProblem:
     links = Links(num_devices=8, latency_s=1e-5, seconds_per_byte=1e-11, launch_s=launch_s)
     limit = int(0.25 * sum(op.state_bytes for op in operators))
     return OsdpProblem(operators=operators, links=links, memory_bytes=limit)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(4, MODES, 4))
+def test_without_time_what_is_called_proven_is_so(drawn: tuple[OsdpProblem, range]) -> None:
+    problem, batches = drawn
+    expected = brute_force(problem, batches)
+    if np.isinf(expected):
+        return
+    plan = solve([problem], batches, time_limit_s=0)
+    assert plan.lower_bound_s <= expected * (1 + 1e-11)
+    assert plan.seconds_per_sample >= expected * (1 - 1e-11)
+    if plan.proven:
+        assert plan.seconds_per_sample == pytest.approx(expected, rel=1e-11)
+
+
+def test_what_a_limit_ended_is_not_called_proven() -> None:
+    """Of five hard instances without time, against the same with all the time they need."""
+    num_proven = 0
+    for seed in range(5):
+        problem = strongly_correlated(60, seed, 1e-5)
+        short, whole = (_solution(problem, range(1, 4), limit_s) for limit_s in (0.0, PATIENCE_S))
+        best_s = whole["step_s"] / whole["batch"]
+        assert whole["proven"]
+        assert whole["lower_bound_s"] == pytest.approx(best_s, rel=1e-11)
+        found_s = short["step_s"] / short["batch"]
+        assert short["lower_bound_s"] <= best_s * (1 + 1e-11)
+        assert best_s <= found_s * (1 + 1e-11)
+        num_proven += short["proven"]
+        assert not short["proven"] or found_s == pytest.approx(best_s, rel=1e-11)
+    assert num_proven < 5, "else the limit ended nothing"
+
+
+def test_a_plan_is_proven_where_all_slicings_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of problems that differ in slices is as sure as the least sure of those that fit."""
+    links = Links(num_devices=4, latency_s=0.0, seconds_per_byte=0.0)
+    problem = OsdpProblem(operators=(operator(8),), links=links, memory_bytes=10**6, modes=("zero1",))
+    found = {"feasible": True, "batch": 1, "slices": [[1]], "step_s": 0.0, "lower_bound_s": 0.0, "proven": True}
+    found["smallest_fixed_bytes"] = 1
+    other = {**found, "lower_bound_s": -1.0, "proven": False}
+    unfit = {**other, "feasible": False, "lower_bound_s": -2.0}
+
+    def plan_of(*solutions: dict[str, object]) -> OsdpPlan:
+        rest = iter(solutions)
+        monkeypatch.setattr(operator_modes, "_solution", lambda *_: next(rest))
+        return solve([problem] * len(solutions), range(1, 2))
+
+    assert [plan_of(*each).proven for each in ((found,), (found, found), (found, other), (other, found))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert plan_of(found, other).lower_bound_s == -1.0
+    assert (plan_of(found, unfit).proven, plan_of(found, unfit).lower_bound_s) == (True, 0.0)
 
 
 @pytest.mark.parametrize("launch_s", [0.0, 1e-5])

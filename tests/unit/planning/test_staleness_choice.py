@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from experiments.ppo import PPOExperiment
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning import planner
+from realhf.planning.certificate import Certificate
 from realhf.planning.explain.comparison import describe, explain
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.planner import WORTH_STALENESS, search_for, task_of
@@ -54,6 +57,35 @@ def test_the_least_staleness_of_the_shortest_step(chosen: tuple[PlanningTask, Ex
     assert predict(alone, plan).step_s == pytest.approx(plan.predicted_step_s)
 
 
+def result_of(staleness: int, step_s: float) -> SearchResult:
+    prediction: Any = SimpleNamespace(step_s=step_s, plan=SimpleNamespace(staleness=staleness))
+    certificate = Certificate(cost_s=step_s, lower_bound_s=0.0, proven=False)
+    return SearchResult(
+        prediction=prediction, certificate=certificate, evaluations=10, evaluations_per_s=1.0, trace=(), num_options={}
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "staleness", "fresher"),
+    [
+        ({0: 101.0, 1: 100.0}, 0, {}),  # by 1 % and no more
+        ({0: 101.1, 1: 100.0}, 1, {0: 101.1}),
+        ({0: 103.0, 1: 100.9, 2: 100.0, 3: 104.0}, 1, {0: 103.0}),
+        ({0: 103.0, 1: 101.9, 2: 100.95, 3: 100.0}, 2, {0: 103.0, 1: 101.9}),  # each within 1 % of the next: no matter
+        ({0: 100.0, 1: 120.0}, 0, {}),
+        ({2: 105.0, 3: 100.0}, 3, {0: None, 1: None, 2: 105.0}),  # None: nothing fits
+    ],
+)
+def test_the_least_stale_result_that_no_staler_one_beats_by_more_than_a_hundredth(
+    steps: dict[int, float], staleness: int, fresher: dict[int, float | None]
+) -> None:
+    found = planner._least_stale([result_of(*each) for each in steps.items()])
+    assert (found.plan.staleness, found.fresher) == (staleness, fresher)
+    assert found.evaluations == 10 * len(steps), "of all"
+    stalers = [step_s for k, step_s in steps.items() if k > staleness]
+    assert all(steps[staleness] <= 1.01 * step_s for step_s in stalers)
+
+
 def test_the_rationale_says_what_it_is_worth(chosen: tuple[PlanningTask, ExecutionPlan]) -> None:
     _, plan = chosen
     assert plan.rationale
@@ -73,19 +105,22 @@ def test_rollouts_stay_fresh_where_older_weights_gain_nothing() -> None:
 
 
 def test_all_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < search_for(SLOW_DECODING, open_task(SLOW_DECODING), BUDGET).evaluations <= 9000
-    seconds, few = list[float | None](), SearchBudget(evaluations=50)
+    """Four searches of 400 s and 9,000 evaluations, of which each takes 10 s: the later ones share what is left."""
+    now_s, budgets = 0.0, list[SearchBudget]()
 
     def quick(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watch) -> SearchResult:
-        seconds.append(budget.seconds)
-        return search_plan(task, few, seed, watch)
+        nonlocal now_s
+        now_s += 10.0
+        budgets.append(budget)
+        return result_of(task.staleness, 1.0)
 
     monkeypatch.setattr(planner, "search_plan", quick)
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: now_s))
     task = open_task(SLOW_DECODING)
-    search_for(SLOW_DECODING, task, SearchBudget(seconds=400))
-    shares = [400 / (len(seconds) - number) for number in range(len(seconds))]
-    assert len(seconds) == 1 + len(task.staler)
-    assert seconds == pytest.approx(shares, rel=0.1), "each has its part of what is left, which is nearly all"
+    search_for(SLOW_DECODING, task, SearchBudget(seconds=400, evaluations=9001))
+    assert [budget.seconds for budget in budgets] == [400 / 4, 390 / 3, 380 / 2, 370 / 1]
+    assert {budget.evaluations for budget in budgets} == {9001 // 4}
+    assert len(task.staler) == 3
 
 
 def test_rollouts_stay_fresh_where_memory_has_no_room_for_a_copy() -> None:
