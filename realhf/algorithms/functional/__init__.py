@@ -23,7 +23,7 @@ from realhf.algorithms.functional.divergence import (
     kl_k2,
     kl_k3,
 )
-from realhf.algorithms.functional.exponentials import bounded, log_ratios, ratios, wide
+from realhf.algorithms.functional.exponentials import log_ratios, ratios, wide
 from realhf.algorithms.functional.groups import (
     centred_in_groups,
     first_groups,
@@ -84,7 +84,6 @@ __all__ = [
     "ValueScale",
     "adapted_kl_coef",
     "at_least_fp32",
-    "bounded",
     "centred_in_groups",
     "cispo_loss",
     "clipped_surrogate",

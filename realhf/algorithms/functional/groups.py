@@ -95,7 +95,7 @@ def is_informative(rewards: Tensor, is_valid: Tensor) -> Tensor:
     """
     largest = rewards.masked_fill(~is_valid, -torch.inf).amax(1)
     smallest = rewards.masked_fill(~is_valid, torch.inf).amin(1)
-    return is_valid.any(1) & (largest > smallest)
+    return largest > smallest  # False without a valid response: -inf is not above inf
 
 
 def first_groups(is_chosen: Tensor, count: int) -> Tensor:

@@ -57,7 +57,7 @@ def remax_advantages(
     columns |= importance_columns(rollout, old, options)
     if options.mask_truncated:
         is_valid = is_valid & is_whole(rollout, options)
-    if not is_valid.all() or "valid" in greedy_scores:
+    if not is_valid.all():
         columns["valid"] = valid_column(is_valid, rollout.logprob[0])
     greedy = greedy_rewards[validity(greedy_scores).to(greedy_rewards.device)]
     stats = {"greedy_reward_mean": mean_of(greedy)} if len(greedy) else {}
