@@ -7,27 +7,12 @@ from functools import cache
 from typing import Any
 
 from realhf.rewards.confined import what_is_lacking
-from realhf.rewards.sandbox import Limits, run_program
+from realhf.rewards.sandbox import Limits, run_tests
 from realhf.rewards.signature import Function, asking_for
 
 logger = logging.getLogger("realhf.rewards")
 
 _BLOCK = re.compile(r"```[ \t]*(?P<language>\w*)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
-
-# Behind the program. The tests see its names; the report says how many of them ended without an exception.
-_TESTS = """
-
-import os as _os
-_passed = 0
-for _test in {tests!r}:
-    try:
-        exec(compile(_test, "test", "exec"), globals())
-        _passed += 1
-    except BaseException:
-        pass
-_os.write(REPORT_FD, b"REPORT_WORD" + str(_passed).encode())
-_os._exit(0)
-"""
 
 
 def unit_tests(
@@ -43,7 +28,8 @@ def unit_tests(
     The program is the last block of Python in the response (```python), the last block without a language, or else the
     whole response. The column has Python code (`assert add(1, 2) == 3`): a text, a list of texts, or such a list as
     JSON; each is one test. Program and tests run in a sandbox: without a network, without other processes, and with
-    limits on time, memory and files, see `realhf.rewards.sandbox`.
+    limits on time, memory and files, see `realhf.rewards.sandbox`. The tests run in a process that never executes code
+    of the program.
 
     Raises (the reward): ValueError if the column has no tests.
     """
@@ -54,9 +40,9 @@ def unit_tests(
         tests = listed_tests(row[column])
         if not tests:
             raise ValueError(f"column {column!r} has no tests: {row[column]!r}")
-        report = run_program(program_of(response) + _TESTS.format(tests=tests), limits)
-        passed = int(report) if report is not None and report.isdigit() else 0
-        return min(passed, len(tests)) / len(tests) if share else float(passed == len(tests))
+        outcomes = run_tests(program_of(response), tests, limits)
+        passed = 0 if outcomes is None else outcomes.count("")
+        return passed / len(tests) if share else float(passed == len(tests))
 
     return asking_for(reward, "response", column)
 
