@@ -18,11 +18,15 @@ from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.numbers import check_range
 from realhf.base.reading import read_bytes
 
 # Of a config.json: what says nothing of the architecture.
 _UNUSED = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 _TIMEOUT_S = 600
+# To describe a model is to build it, module by module: what is beyond would take hours, or all memory.
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_MODULES = 1000, 10_000, 100_000
+_MAX_WHOLE, _MAX_REAL, _MAX_LISTED = 2**31, 1e15, 10_000
 BACKEND = "transformers"  # as `realhf.api.backends` names it
 
 
@@ -90,6 +94,7 @@ def transformers_model(directory: Path | str) -> TransformersConfig:
         raise UserError(f"{path}: cannot read the architecture ({error.strerror}); give a config.json") from None
     except BadContentError as error:
         raise UserError(f"{path}: not a config.json: {error}; give that of a Hugging Face model") from None
+    _check_numbers(content, path)
     if "quantization_config" in content:
         raise UserError(f"{path}: quantization_config is not supported; choose a checkpoint that is not quantized")
     config = {key: value for key, value in content.items() if key not in _UNUSED}
@@ -113,6 +118,30 @@ def transformers_model(directory: Path | str) -> TransformersConfig:
         raise UserError(f"{path}: {error}") from None
 
 
+def _check_numbers(content: dict[str, Any], path: Path) -> None:
+    """Raises UserError for a number, at whatever depth of a config.json, that no model has."""
+    layers, experts = 1, 1
+    waiting: list[tuple[str, Any]] = list(content.items())
+    while waiting:
+        name, value = waiting.pop()
+        where = f"{path}: {name}"
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            check_range(f"{where}: the length", len(value), 0, _MAX_LISTED)
+            waiting += [(name, one) for one in value]
+        elif isinstance(value, float):
+            check_range(where, value, -_MAX_REAL, _MAX_REAL)
+        elif isinstance(value, int):
+            if "layer" in name:
+                layers = max(layers, check_range(where, value, -_MAX_LAYERS, _MAX_LAYERS))
+            elif "expert" in name and "size" not in name and "dim" not in name:
+                experts = max(experts, check_range(where, value, -_MAX_EXPERTS, _MAX_EXPERTS))
+            else:
+                check_range(where, value, -_MAX_WHOLE, _MAX_WHOLE)
+    check_range(f"{path}: layers times experts", layers * experts, 1, _MAX_MODULES)
+
+
 def _described(config: str, path: Path) -> Description:
     """The answer of `transformers`, or that of an earlier time."""
     try:
@@ -128,17 +157,24 @@ def _described(config: str, path: Path) -> Description:
         return decode_json(read_bytes(kept), Description)
     except (OSError, BadContentError):
         pass  # not asked yet
-    done = subprocess.run(
-        python_command("realhf.models.transformers_models"),
-        input=config.encode(),
-        capture_output=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            python_command("realhf.models.transformers_models"),
+            input=config.encode(),
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{path}: transformers did not build the model within {_TIMEOUT_S} s; choose a checkpoint of fewer layers"
+        ) from None
     try:
         found = decode_json((done.stdout.splitlines() or [b""])[-1], Description)
     except BadContentError:
-        raise UserError(f"{path}: transformers said nothing of it: {done.stderr.decode()[-2000:]}") from None
+        raise UserError(
+            f"{path}: transformers said nothing of it: {done.stderr.decode(errors='replace')[-2000:]}"
+        ) from None
     if not found.error:
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 
 from realhf.api.data_options import DEFAULT_DATE
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_loose_json
 from realhf.base.reading import read_bytes, read_text
 from realhf.data.chat_template import ChatTemplate, Message, TemplateError, TemplateInputs
+from realhf.data.tokenizer_file import TokenizerError, load_tokenizer, no_panic
 
 Tokens = list[int]
 
@@ -61,7 +62,14 @@ class TextTokenizer:
         self._tokenizer = self._load()
         self._config = self._json("tokenizer_config.json")
         self.special_tokens = self._special_tokens()
-        self._add_tokens()
+        try:
+            with no_panic():
+                self._add_tokens()
+        except (KeyError, TypeError, ValueError, OverflowError, TokenizerError) as error:
+            raise UserError(
+                f"tokenizer {self.path}: its added tokens are none ({type(error).__name__}: {error}); correct "
+                "added_tokens_decoder and the special tokens of tokenizer_config.json, or take that file away"
+            ) from None
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self._unknown = None if unknown is None else self._tokenizer.token_to_id(unknown)
         self._check_date()
@@ -73,12 +81,23 @@ class TextTokenizer:
         """The tokens that end a response, each once: the end of a text (`eos_token`) first, then those that
         generation_config.json names beside it (the end of a turn, say). Empty: no file names one."""
         named = self._named("eos_token")
-        generation = self._json("generation_config.json").get("eos_token_id", [])
         found = [] if named is None else [named]
-        found += [generation] if isinstance(generation, int) else list(generation or [])
+        found += self._generation_ends()
         if not found:
             found = [token for name in END_TOKENS if (token := self.token(name)) is not None][:1]
         return tuple(dict.fromkeys(found))
+
+    def _generation_ends(self) -> Tokens:
+        """`eos_token_id` of generation_config.json: a number, a list of numbers, or null."""
+        given = self._json("generation_config.json").get("eos_token_id")
+        listed = [] if given is None else given if isinstance(given, list) else [given]
+        for token in listed:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= self.largest_token:
+                raise UserError(
+                    f"{self.path.parent / 'generation_config.json'}: eos_token_id has {str(token)[:40]!r}, which is no "
+                    f"token of the tokenizer; give numbers from 0 to {self.largest_token}, or take it away"
+                )
+        return listed
 
     @property
     def begin(self) -> int | None:
@@ -94,7 +113,7 @@ class TextTokenizer:
     def largest_token(self) -> int:
         """The largest id of the tokenizer."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return max(vocabulary.values())
+        return max(vocabulary.values(), default=-1)
 
     def token(self, text: str) -> int | None:
         """The id of a token by its text; None where the tokenizer has no such token."""
@@ -117,7 +136,8 @@ class TextTokenizer:
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[Tokens | None]:
         """The tokens of many texts, on all processors; None for a text that `encode` would refuse."""
         try:
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+            with no_panic():
+                encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
         except Exception:  # a word-level model without an unknown token raises plain Exception
             return [self._try(text, special) for text in texts]
         return [self._known(encoding.ids) for encoding in encodings]
@@ -129,7 +149,8 @@ class TextTokenizer:
             ValueError: as `encode`.
         """
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            with no_panic():
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception:
             raise ValueError(self._unknown_character(text)) from None
         if self._known(encoding.ids) is None:
@@ -138,7 +159,8 @@ class TextTokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of tokens, without special tokens or with them."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        with no_panic():
+            text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
         return text
 
     # --- Chats.
@@ -215,7 +237,8 @@ class TextTokenizer:
             case str(text):
                 return {"default": text}
             case list(several):
-                return {entry["name"]: entry["template"] for entry in several}
+                entries = [entry for entry in several if isinstance(entry, dict)]
+                return {str(entry.get("name")): str(entry.get("template")) for entry in entries}
             case dict(several):
                 return {str(name): str(text) for name, text in several.items()}
         return {}
@@ -237,15 +260,7 @@ class TextTokenizer:
                 f"tokenizer {self.path}: no such file; {remedy} (`python -m realhf.data.sort_task DIR` makes the data "
                 "of the sorting task)"
             )
-        try:
-            tokenizer = Tokenizer.from_file(str(self.path))
-        except Exception as error:  # the library raises plain Exception
-            raise UserError(
-                f"tokenizer {self.path}: {error}; give a tokenizer.json of Hugging Face's tokenizers"
-            ) from None
-        tokenizer.no_padding()  # a file may ask for either
-        tokenizer.no_truncation()
-        return tokenizer
+        return load_tokenizer(self.path)
 
     def _json(self, name: str) -> dict[str, Any]:
         """A file beside tokenizer.json; {} where there is none."""
@@ -303,7 +318,8 @@ class TextTokenizer:
 
     def _try(self, text: str, special: bool) -> Tokens | None:
         try:
-            ids: Tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
+            with no_panic():
+                ids: Tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
         except Exception:  # as in `encode_batch`
             return None
         return self._known(ids)

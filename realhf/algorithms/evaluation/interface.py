@@ -1,10 +1,12 @@
 """The rule-checked accuracy as a model function call."""
 
-from tokenizers import Tokenizer
+from pathlib import Path
+
 from torch import Tensor
 
 from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.rollout.interface import generate, responses
+from realhf.data.tokenizer_file import load_tokenizer
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
 
@@ -14,7 +16,7 @@ class SampledAccuracyInterface:
 
     def __init__(self, config: SampledAccuracy):
         self.config = config
-        self._tokenizer = Tokenizer.from_file(config.tokenizer)
+        self._tokenizer = load_tokenizer(Path(config.tokenizer))
 
     def generate(self, model: Model, batch: Batch, context: Context) -> CallResult:
         c = self.config

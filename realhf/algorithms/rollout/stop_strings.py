@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from realhf.api.generation import GenerationOptions
+from realhf.data.tokenizer_file import load_tokenizer
 
 # The decoder's text for bytes that are no complete character.
 _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
@@ -26,7 +27,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: str, strings: Sequence[str]):
-        self._tokenizer = Tokenizer.from_file(tokenizer)
+        self._tokenizer = load_tokenizer(Path(tokenizer))
         self._strings = tuple(strings)
         # Every token that the tokenizer knows has at least one byte of text.
         self._tail_tokens = max(len(string.encode()) for string in strings) + _CONTEXT_TOKENS

@@ -31,6 +31,7 @@ class ArrowFile(RowFile):
         self._batches = [batch for batch in batches if batch.num_rows]
         self._ends = np.array([0, *accumulate(batch.num_rows for batch in self._batches)])
         self._columns = tuple(columns)
+        self._checked: set[int] = set()  # batches; to read one whose offsets point elsewhere ends the process
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -52,8 +53,11 @@ class ArrowFile(RowFile):
 
     def _records(self, index: int, first: int, count: int) -> list[Record]:
         try:
+            if index not in self._checked:
+                self._batches[index].validate(full=True)
+                self._checked.add(index)
             records: list[Record] = self._batches[index].slice(first, count).to_pylist()
-        except (ValueError, UnicodeDecodeError) as error:  # pyarrow's errors are ValueErrors
+        except Exception as error:  # of a damaged file, pyarrow's and Python's own: ValueError, IndexError, SystemError
             raise UserError(
                 f"{self.place(int(self._ends[index]) + first)}: {error}; write the file again, texts as UTF-8"
             ) from None
@@ -76,9 +80,9 @@ def open_arrow(path: Path) -> ArrowFile:
             source.seek(0)
             file = pyarrow.ipc.open_stream(source)
             batches = list(file)
-    except (pyarrow.ArrowException, OSError) as error:
+        return ArrowFile(path, batches, file.schema.names)
+    except Exception as error:  # as in `_records`
         raise UserError(f"data set {path}: not an Arrow file ({error}); write it again") from None
-    return ArrowFile(path, batches, file.schema.names)
 
 
 def open_parquet(path: Path) -> ArrowFile:
@@ -99,7 +103,7 @@ def open_parquet(path: Path) -> ArrowFile:
         if not cached.is_file():
             _write_arrow(pyarrow, file, cached)
         opened = open_arrow(cached)
-    except (pyarrow.ArrowException, OSError) as error:
+    except Exception as error:  # as in `ArrowFile._records`
         raise UserError(f"data set {path}: cannot be read as parquet ({error}); write it again, or as JSONL") from None
     opened.paths = (path,)
     return opened

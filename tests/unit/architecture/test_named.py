@@ -1,13 +1,16 @@
 """Named architectures against published parameter counts; config.json files, good and bad."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from realhf.architecture import transformers_config
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.architecture.named import architecture
+from realhf.architecture.transformers_config import transformers_model
 from realhf.base.errors import UserError
 from realhf.geometry.parameters import parameter_count
 
@@ -185,3 +188,40 @@ def test_a_config_without_a_field(tmp_path: Path) -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(UserError, match="architecture 'llama9-7b' is not known; choose one of llama2-7b, "):
         architecture("llama9-7b")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("num_hidden_layers", 10**7, "from -1,000 to 1,000"),
+        ("n_layer", 1001, "from -1,000 to 1,000"),
+        ("num_experts", 10_001, "from -10,000 to 10,000"),
+        ("hidden_size", 2**31 + 1, "from -2,147,483,648 to"),
+        ("hidden_size", -(2**63), "from -2,147,483,648 to"),
+        ("rope_theta", 1e300, "from -1e+15 to 1e+15"),
+        ("layer_types", ["full_attention"] * 10_001, "the length 10001 is not"),
+        ("text_config", {"deeper": [{"num_layers": 5000}]}, "num_layers 5000 is not"),
+        ("num_local_experts", 2000, "layers times experts 120000 is not"),
+    ],
+)
+def test_a_model_of_transformers_of_no_size_is_never_built(
+    field: str, value: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_config.subprocess, "run", lambda *_, **__: pytest.fail("it was built"))
+    content = {"model_type": "elsewhere", "num_hidden_layers": 60, "use_cache": True} | {field: value}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="give a number in that range") as refused:
+        transformers_model(tmp_path)
+    assert words in str(refused.value)
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_transformers_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(words: Any, *, timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(transformers_config.subprocess, "run", run)
+    monkeypatch.setattr(transformers_config.platformdirs, "user_cache_path", lambda _: tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "elsewhere"}))
+    with pytest.raises(UserError, match=r"config\.json: transformers did not build the model within 600 s"):
+        transformers_model(tmp_path)

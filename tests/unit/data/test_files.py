@@ -1,6 +1,9 @@
 """Rows of JSONL, parquet, Arrow and folders of them: any row in any order, and what a broken file says."""
 
+import contextlib
 import json
+import os
+import random
 import sys
 from pathlib import Path
 
@@ -186,7 +189,7 @@ def test_texts_that_are_not_utf_8_in_parquet(tmp_path: Path) -> None:
         pa.string(), 2, [None, pa.array([0, 1, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")]
     )
     parquet.write_table(pa.table({"prompt": broken}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet, row 2: .*utf-8.*; write the file again"):
+    with pytest.raises(UserError, match=r"a\.parquet, row 2: .*(?i:utf-?8).*; write the file again"):
         open_rows(str(tmp_path / "a.parquet")).row(1)
 
 
@@ -194,4 +197,86 @@ def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypa
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"need pyarrow, which is not installed; .*realhf\[data\]"):
+        open_rows(str(path))
+
+
+def damaged_arrow(path: Path, old: bytes, new: bytes, *, as_stream: bool) -> Path:
+    """A file of two batches; of the second one's texts, of 777 and 888 characters, these bytes are others."""
+    schema = pa.schema([("prompt", pa.string())])
+    writer = pa.ipc.new_stream if as_stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as sink, writer(sink, schema) as file:
+        for texts in (["a", "b"], ["x" * 777, "y" * 888]):
+            file.write_batch(pa.RecordBatch.from_arrays([pa.array(texts)], schema=schema))
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+    return path
+
+
+def offsets(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (offsets(0, 777, 1665), offsets(0, 2**30, 2**30)),
+        (offsets(0, 777, 1665), offsets(0, 777, 300)),
+        (offsets(0, 777, 1665), offsets(-(2**30), 777, 1665)),
+        (b"xyy", b"x\xffy"),
+    ],
+    ids=["beyond the end", "backwards", "before the begin", "not UTF-8"],
+)
+def test_a_damaged_arrow_file_is_refused_and_ends_no_process(
+    old: bytes, new: bytes, as_stream: bool, tmp_path: Path
+) -> None:
+    rows = open_rows(str(damaged_arrow(tmp_path / "rows.arrow", old, new, as_stream=as_stream)))
+    assert rows.row(1) == {"prompt": "b"}
+    for _ in range(2):  # it is not taken for good the second time
+        with pytest.raises(UserError, match=r"rows\.arrow, row 3: .*write the file again"):
+            rows.row(2)
+    with pytest.raises(UserError, match="write the file again"):
+        list(rows.batches())
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".parquet", ".jsonl"])
+def test_whatever_bytes_of_a_file_are_others_it_is_read_or_refused(suffix: str, tmp_path: Path) -> None:
+    path, rows = tmp_path / f"rows{suffix}", ROWS[:6]
+    if suffix == ".jsonl":
+        write_jsonl(path, rows)
+    elif suffix == ".parquet":
+        write_parquet(path, rows)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, pa.Table.from_pylist(rows).schema) as file:
+            file.write_table(pa.Table.from_pylist(rows), max_chunksize=4)
+    content = path.read_bytes()
+    for seed in range(60):
+        at_random = random.Random(seed)
+        changed = bytearray(content)
+        for _ in range(at_random.choice((1, 2, 8))):
+            changed[at_random.randrange(8, len(changed))] = at_random.choice((0, 1, 127, 128, 255))
+        path.write_bytes(changed[: at_random.choice((len(changed), at_random.randrange(8, len(changed))))])
+        with contextlib.suppress(UserError):
+            list(open_rows(str(path)).batches())
+
+
+def test_what_is_no_regular_file_is_no_data_set(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in (tmp_path / "rows.jsonl", Path("/dev/zero")):
+        with pytest.raises(UserError, match="instead of a regular file"):
+            open_rows(str(path))
+
+
+def test_a_row_has_a_largest_size_and_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    deep = '{"prompt": ' + "[" * 500 + "]" * 500 + "}"
+    path.write_text(f'{{"prompt": "a"}}\n{deep}\n')
+    with pytest.raises(UserError, match="line 2: it is nested too deeply"):
+        open_rows(str(path)).row(1)
+    monkeypatch.setattr(jsonl, "MAX_ROW_BYTES", 20)
+    path.write_text('{"prompt": "12345"}\n')  # 20 bytes
+    assert open_rows(str(path)).row(0) == {"prompt": "12345"}
+    path.write_text('{"prompt": "1234"}\n{"prompt": "123456"}\n{}\n')
+    with pytest.raises(UserError, match="line 2: it has 21 bytes, and a row at most 20"):
         open_rows(str(path))

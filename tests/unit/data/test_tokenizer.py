@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.chat_template import ChatTemplate, TemplateError
 from realhf.data.tokenizer import TextTokenizer
+from realhf.data.tokenizer_file import TokenizerError, no_panic, why_without_end
 from tests.unit.data.tokenizers_of_families import FORGETFUL_TEMPLATE, write_llama3, write_mistral, write_qwen
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {"llama3": write_llama3, "qwen": write_qwen, "mistral": write_mistral}
@@ -182,3 +184,112 @@ def test_errors_name_the_tokenizer_and_the_remedy(tmp_path: Path) -> None:
         TextTokenizer(tmp_path / "old")
     with pytest.raises(ValueError, match=r"'A' in 'bA' has no token"):
         TextTokenizer(tmp_path / "tokenizer.json").encode("bA")
+
+
+GOOD_PATTERNS = [  # of GPT-2, Llama 3, GPT-4o, BLOOM, DeepSeek, XLM-R
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{M}]*[\p{Ll}\p{Lm}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|\s+",
+    r" ?[^(\s|[.,!?…。、।،])]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*",
+    r" {2,}",
+    r"\d{1,3}(?=(?:\d{3})*\b)",
+    r"\((a*)\)+[)+]*(?:[+*](?i:x)){2}\(?\\",
+]
+ENDLESS_PATTERNS = {
+    r"(a+)+$": "several ways",
+    r"(x+x+)+y": "several ways",
+    r"(a|a)*b": "several ways",
+    r"(?:a|aa){2,}$": "several ways",
+    r"(?:a?){30}a{30}": "several ways",
+    r"((a*)b?)*c": "several ways",
+    r"(?>a{2,3})+b": "several ways",
+    r"(.*,){11}P": "several ways",
+    r"a*b|a*a*a*a*b": "in a row",
+    r"(a*a*)(a*a*)b": "in a row",
+    r"(\w+) \1": "refers back",
+    r"(?<w>\w+) \k<w>": "refers back",
+    r"a{1001}": "times",
+    r"a{2,1001}": "times",
+}
+
+
+@pytest.mark.parametrize("pattern", GOOD_PATTERNS)
+def test_patterns_that_end_are_taken(pattern: str) -> None:
+    assert why_without_end(pattern) == ""
+
+
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer", "decoder"])
+def test_a_pattern_without_end_is_refused_wherever_it_stands(place: str, tmp_path: Path) -> None:
+    path = write_qwen(tmp_path) / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for pattern, why in ENDLESS_PATTERNS.items():
+        assert why in why_without_end(pattern), pattern
+    kind = {"type": "Replace", "pattern": {"Regex": r"(a+)+$"}, "content": "b"}
+    if place == "pre_tokenizer":
+        kind = {"type": "Split", "pattern": {"Regex": r"(a+)+$"}, "behavior": "Isolated", "invert": False}
+    several = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}[place]
+    for value in (kind, {"type": "Sequence", several: [kind]}):
+        path.write_text(json.dumps(content | {place: value}))
+        with pytest.raises(UserError, match=r"the pattern '\(a\+\)\+\$' repeats a group .* give a tokenizer"):
+            TextTokenizer(path)
+
+
+@pytest.mark.parametrize("value", ["x", -1, 10**6, 1.5, True, [0, "x"], [0, None], {"a": 1}, [[0]]])
+def test_an_end_token_that_is_none_is_refused(value: object, tmp_path: Path) -> None:
+    folder = write_qwen(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id has .* give numbers from 0 to"):
+        _ = TextTokenizer(folder).end_tokens
+
+
+def test_end_tokens_of_the_generation_configuration(tmp_path: Path) -> None:
+    folder = write_qwen(tmp_path)
+    plain = TextTokenizer(folder)
+    largest = plain.largest_token
+    for value, others in ((None, []), ([], []), (0, [0]), ([largest, 0], [largest, 0])):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        first = plain.token(plain.special_tokens["eos_token"])
+        assert TextTokenizer(folder).end_tokens == tuple(dict.fromkeys([first, *others])), value
+
+
+def test_whatever_a_tokenizers_files_hold_is_read_or_refused_in_words(tmp_path: Path) -> None:
+    """Values of other types, at random places, in each of its files."""
+    folder = write_qwen(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0]}))
+    others = (None, -1, 2**32 - 1, 2**64, 1e300, "x", "", [], {}, True, [[]], {"content": 5}, ["a", 5])
+    refused = 0
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        whole = (folder / file).read_text()
+        for seed in range(12):
+            at_random = random.Random(f"{file}{seed}")
+            value = content = json.loads(whole)
+            while value:  # goes down to a random place
+                keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+                key = at_random.choice(keys)
+                if not isinstance(value[key], dict | list) or at_random.random() < 0.3:
+                    value[key] = at_random.choice(others)
+                    break
+                value = value[key]
+            (folder / file).write_text(json.dumps(content))
+            try:
+                tokenizer = TextTokenizer(folder)
+                tokens = tokenizer.encode_batch(["the thing", "a"])
+                assert len(tokens) == 2
+                _ = tokenizer.end_tokens, tokenizer.begin, tokenizer.pad, tokenizer.largest_token
+                _ = tokenizer.template()
+            except UserError as error:
+                refused += str(folder) in str(error)
+        (folder / file).write_text(whole)
+    assert refused > 3
+
+
+def test_the_librarys_panics_are_errors_in_words(tmp_path: Path) -> None:
+    class Panic(BaseException): ...
+
+    with pytest.raises(TokenizerError, match="lost"), no_panic():
+        raise Panic("lost")
+    with pytest.raises(KeyboardInterrupt), no_panic():
+        raise KeyboardInterrupt
+    with pytest.raises(ZeroDivisionError), no_panic():
+        raise ZeroDivisionError
