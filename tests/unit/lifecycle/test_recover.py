@@ -176,6 +176,10 @@ def test_a_damaged_one_is_passed_over_and_said(run: Run, directory: RunDirectory
     message = read_events(directory.events)[-1].message
     assert message.startswith("2 workers, from checkpoints/step-2; step 4 is not good: checkpoint file ")
     assert "has other content than when it was saved" in message
+    names = sorted(path.name for path in directory.checkpoints.iterdir())
+    assert names == ["damaged-step-4", "latest", "step-2"], "the later one is put aside, and not lost"
+    assert (directory.checkpoints / "latest").readlink() == Path("step-2")
+    assert [json.loads(line)["step"] for line in directory.metrics.read_text().splitlines()] == [1, 2]
 
 
 def test_a_damaged_line_is_told_and_goes(run: Run, directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,6 +245,8 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(run: Run, directory: 
         damage(directory.checkpoints / f"step-{step}")
     assert carry_out(run, directory, [1, 0], max_restarts=1) == [0]
     assert directory.metrics.read_text() == ""
+    names = sorted(path.name for path in directory.checkpoints.iterdir())
+    assert names == ["damaged-step-2", "damaged-step-4"]
 
 
 def test_a_run_whose_data_has_changed_is_not_restarted(

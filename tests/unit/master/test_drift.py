@@ -38,6 +38,25 @@ def test_the_first_step_and_single_slow_ones_are_no_drift() -> None:
     assert told(DriftWatch(1.5), *slow_start, *hiccups) == []
 
 
+def test_ten_steps_behind_the_first_one_of_a_start_are_compared() -> None:
+    """The first step does not count, however long it took: the eleventh is the tenth that does."""
+    watch = DriftWatch(1.5)
+    texts = [told(watch, line(train=3.2)) for _ in range(12)]
+    assert [i + 1 for i, found in enumerate(texts) if found] == [11]
+    # Of the steps behind the first, five take 2 s and five 6 s, median 4 s; with the first among ten it would be 6 s.
+    watch = DriftWatch(2.5)
+    assert told(watch, line(train=900.0), *[line(train=2.0)] * 5, *[line(train=6.0)] * 5) == []
+
+
+def test_the_last_ten_steps_are_compared() -> None:
+    """Four slow ones of the last ten are no drift, five are: the median of 2 s and 9 s is 5.5 s."""
+    watch = DriftWatch(1.5, told=["train"])
+    told(watch, *[line(train=9.0, generate=2.0)] * 11)
+    assert told(watch, *[line(train=9.0, generate=9.0)] * 4) == []
+    (text,) = told(watch, line(train=9.0, generate=9.0))
+    assert text.startswith("generate takes 2.75 times as long as the plan predicts (5.5 s, not 2 s)")
+
+
 def test_a_drift_is_told_once_a_call_whatever_the_times_do_then() -> None:
     watch = DriftWatch(1.5)
     assert not told(watch, *[line(train=2.0, generate=2.8)] * (WARM_UP + WINDOW))

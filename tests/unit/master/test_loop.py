@@ -15,6 +15,8 @@ from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import Layout
 from realhf.master.loop import CallRecord, PlannedGraph
+from realhf.master.open_requests import Thread
+from realhf.master.replies import Request
 from realhf.master.state import Node
 from realhf.rundir.run import Deadlines
 from realhf.transport.messages import (
@@ -311,6 +313,31 @@ def test_a_call_may_take_as_much_longer_as_was_predicted_of_it() -> None:
         task.cancel()
 
     asyncio.run(script(Silent(1, deadlines=Deadlines(floor_s=5.0, factor=10.0))))
+
+
+def test_requests_without_a_prediction_have_the_longest_deadline_of_the_plan() -> None:
+    """A call of 40 s may take 200 s, and the floor is 60 s; what has no prediction may take the 200 s too."""
+    calls = dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 2), dp=2, predicted_s=1.0))
+    calls["actor_generate"] = CallPlan(devices=(0, 2), tp=2, predicted_s=40.0)  # and the actor's home is another
+    calls["critic_inference"] = CallPlan(devices=(0, 2), dp=2)
+    plan = ExecutionPlan(num_devices=2, calls=calls, offload=("reward",))
+    workers = Workers(2, deadlines=Deadlines(floor_s=60.0, factor=5.0, longest_predicted_s=40.0))
+    expected: dict[str, set[float]] = {}
+    expect = workers.dispatcher._open.expect
+
+    def noted(worker: int, request: Request, *thread: Thread) -> int:
+        expected.setdefault(request.what, set()).add(request.deadline_s)
+        return expect(worker, request, *thread)
+
+    workers.dispatcher._open.expect = noted  # type: ignore[method-assign]
+    run(workers, plan, steps=1, batch_size=8)
+    asyncio.run(workers.dispatcher.save("part", {0: ("actor",)}, is_last=False))
+    deadlines = {what.partition(" ")[0]: found for what, found in expected.items()}
+    unpredicted = {what: found for what, found in deadlines.items() if what not in GRAPH.calls}
+    assert unpredicted.keys() == {"reallocation", "load", "offload", "checkpoint"}
+    assert set().union(*unpredicted.values()) == {200.0}
+    assert deadlines["actor_generate"] == {200.0}
+    assert deadlines["critic_inference"] == deadlines["actor_train_step"] == {60.0}
 
 
 def test_statistics_do_not_depend_on_the_order_of_replies() -> None:

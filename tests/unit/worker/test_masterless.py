@@ -2,17 +2,70 @@
 
 import logging
 import os
+import queue
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from realhf.launch.process import MASTERLESS_RETURNCODE
 from realhf.rundir.flight_recorder import ActivityWriter, read_activity
+from realhf.transport.client import Client, Silence
+from realhf.worker import __main__ as worker_main
 from realhf.worker.__main__ import end_without_master
 
 
 class EndedError(Exception):
     pass
+
+
+@pytest.mark.parametrize(("master_timeout_s", "first_s", "later_s"), [(90.0, 45.0, 90.0), (20.0, 20.0, 20.0)])
+def test_it_waits_for_the_first_answer_and_for_later_ones(
+    master_timeout_s: float, first_s: float, later_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[Silence] = []
+    client = SimpleNamespace(watch=watched.append)
+    for name in ("load_worker_keys", "check_start", "wait_for_master"):
+        monkeypatch.setattr(worker_main, name, lambda *_, **__: SimpleNamespace(master="key", address="tcp://h:1"))
+    monkeypatch.setattr(worker_main, "Client", lambda *_, **__: client)
+    run: Any = SimpleNamespace(spec=SimpleNamespace(setup_timeout_s=1.0, master_timeout_s=master_timeout_s))
+    directory: Any = SimpleNamespace(keys=tmp_path, rendezvous=tmp_path)
+    assert (
+        worker_main._connected(directory, run, 0, ActivityWriter(tmp_path / "activity"), queue.SimpleQueue()) is client
+    )
+    assert [(silence.first_s, silence.later_s) for silence in watched] == [(first_s, later_s)]
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "now_s", "told"),
+    [
+        (None, 45.0, []),
+        (None, 45.5, [(45.5, False)]),
+        (100.0, 190.0, []),
+        (100.0, 145.5, []),
+        (100.0, 190.5, [(90.5, True)]),
+    ],
+)
+def test_a_silence_counts_from_the_last_message_or_the_start(
+    heard_s: float | None, now_s: float, told: list[tuple[float, bool]]
+) -> None:
+    found: list[tuple[float, bool]] = []
+    silence = Silence(45.0, 90.0, lambda silent_s, has_heard: found.append((silent_s, has_heard)))
+    client: Any = SimpleNamespace(_silence=silence, _heard_s=heard_s, _clock=SimpleNamespace(now=lambda: now_s))
+    Client._check_silence(client)
+    assert found == told
+
+
+def test_a_worker_without_requests_ends_after_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request in between begins the hour anew."""
+    waits = [None] * 59 + ["a request"] + [None] * 60
+    client: Any = SimpleNamespace(receive=lambda wait_s: waits.pop(0), send=lambda reply: None)
+    worker: Any = SimpleNamespace(handle=lambda request: None)
+    with pytest.raises(TimeoutError, match="no request from the master for 3600 s"):
+        for _ in worker_main._requests(client, worker, 60.0):
+            pass
+    assert waits == []
 
 
 @pytest.mark.parametrize(
