@@ -193,6 +193,17 @@ def test_modes_that_cannot_be(rule: tuple[str, str], message: str) -> None:
         units(SMALL, Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2)), 0, (rule,))
 
 
+def test_as_many_slices_as_columns_or_rows() -> None:
+    where = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
+    found = units(SMALL, where, 0, (("layers.0.q", "12 sharded"), ("head", "6 sharded")))
+    slices = {unit.name: box for unit in found for box in unit.boxes.values() if ":" in unit.name}
+    assert len(slices) == 12 + 6
+    assert slices["layers.0.q:11"] == Box("model.layers.0.self_attn.q_proj.weight", (0, 11), (12, 1))
+    assert slices["head:5"] == Box("lm_head.weight", (5, 0), (1, 12))
+    with pytest.raises(UserError, match="'head' has 6 rows on a device, fewer than 7 slices"):
+        units(SMALL, where, 0, (("head", "7 sharded"),))
+
+
 def test_transformers_divides_every_parameter_along_its_first_dimension_that_dp_divides() -> None:
     """As torch's `fully_shard` is asked to: 3 x 4 by columns, 4 x 3 by rows; each part starts at a multiple of 64."""
     sizes = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads")}
