@@ -8,6 +8,7 @@ import pytest
 
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.offer import Nodes, Offer, read_accounting, read_gpus, read_nodes, seconds_of
+from realhf.launch.slurm.refusal import asked as words_of
 from realhf.launch.slurm.refusal import refusal, unmet
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.rundir.paths import RunDirectory, worker_name
@@ -97,12 +98,77 @@ def test_a_job_that_the_cluster_has_lacks_nothing() -> None:
     assert list(unmet(options, job(4, 8), offer("23.11"))) == []
 
 
+# What the partition gpu of this cluster just has, and what it has not.
+BOUNDS: list[tuple[dict[str, object], Job, str]] = [
+    ({}, job(7, 4), ""),
+    ({}, job(8, 4), "--nodes 8: "),
+    ({"gpu_type": "a100"}, job(1, 4), ""),
+    ({"gpu_type": "a100"}, job(1, 5), "--gpus-per-node 5: "),
+    ({}, job(1, 9), "--gpus-per-node 9: "),
+    ({"cpu_only": True, "cpus_per_worker": 19}, job(1, 5), ""),  # 96 CPUs with the master's
+    ({"cpu_only": True, "cpus_per_worker": 20}, job(1, 5), "--cpus-per-worker 20: 5 workers a node and the master need "
+     "101 CPUs of a node"),
+    ({"cpu_only": True}, job(1, 95), ""),
+    ({"cpu_only": True}, job(1, 96), "96 workers a node and the master need a CPU each"),
+    ({"mem": "1006G"}, job(1, 4), ""),
+    ({"mem": "1007G"}, job(1, 4), "--mem 1007G: "),
+    ({"mem": "1031000"}, job(1, 4), ""),  # megabytes without a unit
+    ({"mem": "1031001M"}, job(1, 4), "--mem 1031001M: "),
+    ({"mem": "1055744000K"}, job(1, 4), ""),
+    ({"mem": "1055744001K"}, job(1, 4), "--mem 1055744001K: "),
+    ({"time_limit": "2-12:00:00"}, job(1, 4), ""),
+    ({"time_limit": "2-12:00:01"}, job(1, 4), "--time-limit 2-12:00:01: partition gpu allows 2-12:00:00"),
+    ({"sbatch": ("-q short",), "time_limit": "10"}, job(1, 4), ""),
+    ({"sbatch": ("-q short",), "time_limit": "10:01"}, job(1, 4), "--time-limit 10:01: QOS short allows 00:10:00"),
+    ({"sbatch": ("-q normal",), "time_limit": "1-0"}, job(1, 4), ""),  # without a limit
+    ({"sbatch": ("--constraint=[h100|a100]&ib*2",)}, job(1, 4), ""),
+    ({"account": "lab"}, job(1, 4), ""),
+    ({"partition": "gpu,batch"}, job(13, 4), ""),
+    ({"partition": "gpu,none"}, job(1, 4), "--partition none: the cluster has batch, gpu, old"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "asked", "says"), BOUNDS, ids=lambda value: str(value) if value else "")
+def test_what_a_cluster_just_has(options: dict[str, object], asked: Job, says: str) -> None:
+    accounts, qos = read_accounting(["lab|normal,short"], ["normal|", "short|00:10:00"])
+    there = replace(offer("23.11"), accounts=accounts, qos=qos)
+    found = list(unmet(SlurmOptions(**{"partition": "gpu", **options}), asked, there))  # type: ignore[arg-type]
+    assert len(found) == (says != "")
+    assert not found or found[0].startswith(says)
+
+
+def test_where_no_partition_is_the_default_one_it_has_to_be_given() -> None:
+    nodes = replace(offer("22.05").nodes[0], is_default=False)
+    assert list(unmet(SlurmOptions(), job(), Offer(nodes=(nodes,)))) == [
+        "no partition is the default one: give --partition, one of main"
+    ]
+    assert list(unmet(SlurmOptions(), job(), Offer())) == []
+
+
+def test_a_job_in_words() -> None:
+    assert words_of(SlurmOptions(cpu_only=True), job(1, 2)) == "1 node with 3 CPUs"
+    options = SlurmOptions(cpus_per_worker=4, gpu_type="h100")
+    assert words_of(options, job(2, 8)) == "2 nodes with 33 CPUs, 8 GPUs of type h100"
+
+
 def test_where_no_setting_is_to_blame_all_is_listed() -> None:
     text = refusal("no", SlurmOptions(partition="gpu", mem="9G"), job(), offer("23.11"))
     assert text.startswith("SLURM refused the job: no; the job asks for 2 nodes with 9 CPUs, 9G of memory, 8 GPUs.")
     assert "\n  gpu: 4 nodes with 96 CPUs, 1007 GiB, 8 GPUs of type h100; 3 nodes" in text
     assert "\n  old (down): 1 node with 16 CPUs, 62.5 GiB, 2 GPUs" in text
     assert "sinfo does not tell" in refusal("no", SlurmOptions(), job(), Offer())
+
+
+def test_gpus_of_a_node_where_all_that_have_any_have_as_many() -> None:
+    found = offer("23.11")
+    assert found.gpus_per_node("gpu", "h100") == 8
+    assert found.gpus_per_node("gpu", "a100") == 4
+    assert found.gpus_per_node("gpu", None) is None  # 8 and 4
+    assert found.gpus_per_node("batch", None) is None
+    mixed = Nodes(partition="main", is_default=True, count=1, cpus=8, memory_mb=1, gpus={"a": 2, "b": 1})
+    none = replace(mixed, gpus={})
+    assert Offer(nodes=(mixed, none)).gpus_per_node(None, None) == 3
+    assert Offer(nodes=(mixed, none)).cpus_per_gpu(None, None) == 2  # one of eight is the master's
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from realhf.launch.slurm import state as state_module
-from realhf.launch.slurm.state import job_state, parsed
+from realhf.launch.slurm.state import JobState, job_state, parsed
 
 RUNNING = (
     "JobId=1 JobName=realhf-ppo UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 Nice=0 "
@@ -40,6 +40,30 @@ def test_of_newer_versions() -> None:
     assert state is not None
     assert state.in_words == "PENDING (ReqNodeNotAvail,_UnavailableNodes:n7)"
     assert (state.nodes, state.comment) == ("", "realhf-setup:Zm9v")
+
+
+@pytest.mark.parametrize(
+    ("names", "over", "waiting", "ending"),
+    [
+        ("RUNNING SUSPENDED STOPPED RESIZING SOMETHING_NEW", False, False, False),
+        ("PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT", False, True, True),
+        ("COMPLETING", False, False, True),
+        (
+            "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT",
+            True,
+            False,
+            True,
+        ),
+    ],
+)
+def test_states_that_a_job_leaves_or_not(names: str, over: bool, waiting: bool, ending: bool) -> None:
+    for name in names.split():
+        state = parsed(f"JobId=1 JobState={name} ExitCode=3:0 Restarts=2")
+        assert state is not None
+        assert (state.is_over, state.is_waiting, state.is_ending, state.restarts) == (over, waiting, ending, 2), name
+        assert state.in_words == (f"{name} (exit code 3:0)" if over else name)
+    assert JobState(name="").is_over
+    assert JobState(name="").in_words == "over"
 
 
 def test_what_is_no_job() -> None:

@@ -9,6 +9,7 @@ from realhf import cli
 from realhf.base.errors import UserError
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.defaults import with_environment
+from realhf.launch.slurm.sbatch_words import check_sbatch_words
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.launch.slurm.submission import job_number, submit
 from realhf.rundir.paths import RunDirectory
@@ -55,6 +56,27 @@ def test_defaults_of_the_environment_become_options_and_what_is_given_counts() -
     assert got == expected
 
 
+def test_a_batch_script_has_what_tasks_need_and_no_secret() -> None:
+    """The script is a file that others may read."""
+    needed = "PATH LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV CONDA_PREFIX HOME USER LOGNAME LANG LC_ALL XDG_CACHE_HOME"
+    needed += " REALHF_GPUS HF_HOME TORCH_HOME NCCL_DEBUG GLOO_SOCKET_IFNAME UCX_TLS CUDA_HOME OMP_NUM_THREADS"
+    left_out = "HF_TOKEN HF_HUB_TOKEN_PATH TORCH_SECRET NCCL_PASSWORD REALHF_API_KEY CUDA_VISIBLE_DEVICES"
+    left_out += " REALHF_WORKER_INDEX REALHF_DEVICE REALHF_EXITS REALHF_LOGS REALHF_STOP REALHF_LAUNCH_ID"
+    left_out += " AWS_SECRET_ACCESS_KEY WANDB_API_KEY MYPATH PATHS XDG_HOME EDITOR"
+    environment = dict.fromkeys((*needed.split(), *left_out.split()), "value")
+    assert dict(with_environment(SlurmOptions(), environment).environment) == dict.fromkeys(needed.split(), "value")
+
+
+def test_each_default_of_the_environment_is_taken() -> None:
+    names = ["PARTITION", "ACCOUNT", "TIMELIMIT", "QOS", "CONSTRAINT", "RESERVATION", "WCKEY"]
+    got = with_environment(SlurmOptions(), {f"SBATCH_{name}": name.lower() for name in names} | {"SBATCH_MEM": ""})
+    assert (got.partition, got.account, got.time_limit) == ("partition", "account", "timelimit")
+    assert got.sbatch == ("--qos=qos", "--constraint=constraint", "--reservation=reservation", "--wckey=wckey")
+    mine = SlurmOptions(partition="a", account="b", time_limit="5")
+    kept = with_environment(mine, {f"SBATCH_{name}": "x" for name in names[:3]})
+    assert (kept.partition, kept.account, kept.time_limit) == ("a", "b", "5")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -70,6 +92,18 @@ def test_defaults_of_the_environment_become_options_and_what_is_given_counts() -
 def test_options_that_make_another_job_are_refused(words: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         SlurmOptions(sbatch=("--nice", words))
+
+
+def test_every_option_that_the_launcher_gives_itself_is_refused() -> None:
+    taken = "array clusters wait wrap test-only cpus-per-task nodes ntasks ntasks-per-node gres gpus gpus-per-node"
+    names = [f"--{name}" for name in [*taken.split(), "gpus-per-task", "output", "error"]]
+    for name in [*names, *["-a", "-M", "-W", "-c", "-N", "-n", "-G", "-o", "-e"]]:
+        with pytest.raises(UserError, match=f"--sbatch .*{name} is not for a run: "):
+            check_sbatch_words(f"{name}=1" if name.startswith("--") else f"{name}1")
+    for text in ("--nice\n--qos=a", "qos"):
+        with pytest.raises(UserError, match="is no sbatch option; write one as --name=value"):
+            check_sbatch_words(text)
+    check_sbatch_words("--ar=0")  # as short as this it is no beginning of a name that is looked for
 
 
 def test_options_that_a_job_may_have() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from realhf.base.errors import RunError
 from realhf.launch import supervisor
-from realhf.launch.launcher import Exit, Launcher
-from realhf.launch.process import TOLD_RETURNCODE, Job, ProcessSpec
+from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit, Launcher
+from realhf.launch.process import MASTERLESS_RETURNCODE, TOLD_RETURNCODE, Job, ProcessSpec
 from realhf.launch.supervisor import supervise
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name
@@ -168,6 +168,105 @@ def test_workers_that_outlive_the_master(watch: Watch, directory: RunDirectory, 
     with pytest.raises(RunError, match=re.escape(message)):
         watch([("master", 0)], [("worker-0", 0)])
     assert 120 < clock.now_s < 121
+
+
+class Waiting(ScriptedLauncher):
+    """Its job waits in a queue for the first polls; `at` is called with the number of each."""
+
+    def __init__(self, waits: int, at: Callable[[int], None], is_remote: bool = False) -> None:
+        super().__init__([])
+        self.number, self._waits, self._at, self.is_remote = 0, waits, at, is_remote
+
+    def poll(self) -> list[Exit]:
+        self.number += 1
+        assert self.number < 4000, "nobody gives the master up"
+        self._at(self.number)
+        return []
+
+    def is_waiting(self) -> bool:
+        return self.number <= self._waits
+
+    def place(self, worker: int) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize(("is_remote", "silence_s"), [(False, 60), (True, 150)])
+def test_a_master_that_writes_no_status_any_more_is_given_up(
+    directory: RunDirectory, clock: Clock, is_remote: bool, silence_s: int
+) -> None:
+    """From its last sign of life on: none counts while the job waits, however long, and none before the first."""
+    written_s: list[float] = []
+
+    def at(number: int) -> None:
+        if number in (50, 900, 1000):  # the first while the job waits: of an earlier start
+            written_s.append(clock.now_s)
+            write_status(directory.status, Status(state="running", step=len(written_s), steps=9))
+
+    spec = ProcessSpec(name=MASTER, argv=("true",))
+    with pytest.raises(RunError, match=f"the master has been silent for {silence_s} s: it hangs, or its node does"):
+        supervise(Waiting(800, at, is_remote), job(directory, spec), lambda: None)
+    assert clock.now_s - written_s[-1] == pytest.approx(silence_s, abs=0.5)
+
+
+def test_an_observer_that_stood_still_gives_nobody_up(directory: RunDirectory, clock: Clock) -> None:
+    """As a laptop that sleeps: the master may have been silent for no longer than the observer."""
+
+    def at(number: int) -> None:
+        if number == 10:
+            write_status(directory.status, Status(state="running", step=1, steps=9))
+        if number == 100:
+            clock.sleep(1000.0)
+
+    spec = ProcessSpec(name=MASTER, argv=("true",))
+    with pytest.raises(RunError, match="the master has been silent for 60 s"):
+        supervise(Waiting(0, at), job(directory, spec), lambda: None)
+    assert clock.now_s == pytest.approx(1000 + 10 + 60, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "passed_on"),
+    [(17, 17), (1, 1), (2, 1), (130, 1), (TOLD_RETURNCODE, 1), (MASTERLESS_RETURNCODE, 1), (UNKNOWN_RETURNCODE, 1)],
+)
+def test_a_process_s_own_exit_code_is_passed_on(watch: Watch, code: int, passed_on: int) -> None:
+    """Those that mean something of their own to the command line are not."""
+    with pytest.raises(RunError) as error:
+        watch([("master", 0), ("worker-0", code), ("worker-1", 0)])
+    assert error.value.returncode == passed_on
+
+
+def test_two_of_many_ends_are_described_and_the_others_named(watch: Watch) -> None:
+    with pytest.raises(RunError) as error:
+        watch([("master", -9), ("worker-0", -9), ("worker-1", -9)])
+    lines = str(error.value).splitlines()
+    assert [line.partition(" was killed")[0] for line in lines[:2]] == ["master", "worker-0"]
+    assert lines[2:] == ["ended badly too: worker-1"]
+
+
+def test_many_that_ended_with_the_job_are_named_up_to_eight(directory: RunDirectory) -> None:
+    names = [worker_name(index) for index in range(9)]
+    for count, end in ((8, "worker-7; log: "), (9, "worker-7, ...; log: ")):
+        ends = [Exit(name=name, returncode=UNKNOWN_RETURNCODE, note="job 7: TIMEOUT") for name in names[:count]]
+        specs = [ProcessSpec(name=name, argv=("true",)) for name in names[:count]]
+        with pytest.raises(RunError, match=re.escape(end)):
+            supervise(ScriptedLauncher([ends]), job(directory, *specs), lambda: None)
+
+
+def test_an_interruption_may_leave_the_job(directory: RunDirectory) -> None:
+    class Left(ScriptedLauncher):
+        is_left = False
+
+        def leave(self) -> None:
+            assert self.num_stopped == 0
+            self.is_left = True
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for leaves in (True, False):
+        launcher = Left([])
+        with pytest.raises(KeyboardInterrupt):
+            supervise(launcher, job(directory, ProcessSpec(name=MASTER, argv=("true",))), interrupt, leaves=leaves)
+        assert launcher.is_left is leaves
 
 
 def test_an_interruption_stops_all_and_is_passed_on(directory: RunDirectory) -> None:
