@@ -76,10 +76,9 @@ def leave_one_out_advantages(rewards: Tensor, is_valid: Tensor) -> Tensor:
 
     Source: Ahmadian et al., "Back to basics: REINFORCE style optimization" (2024), equation 8.
     """
-    # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
+    # r_i - mean of the others = n / (n - 1) * (r_i - mean of all), where one alone is its own mean.
     count = is_valid.sum(1, keepdim=True)
-    advantage = _centred(rewards, is_valid, (1,)) * count / (count - 1).clamp(min=1)
-    return _kept(advantage, count > 1).to(rewards.dtype)
+    return (_centred(rewards, is_valid, (1,)) * count / (count - 1).clamp(min=1)).to(rewards.dtype)
 
 
 def normalised(x: Tensor, is_valid: Tensor) -> Tensor:

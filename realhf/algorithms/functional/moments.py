@@ -42,15 +42,16 @@ class Spread:
 def sample_spreads(columns: Sequence[Tensor], is_valid: Tensor) -> Tensor:
     """[batch, 3] float64 of each sample's tokens: count, mean, sum of squared distances from the mean. Zeros for
     samples without tokens and for those that are not valid ([batch] bool). See `spread_of`."""
+    # On the host: a device would launch kernels for each sample. Sums of padded rows would depend on their padding.
+    each = torch.cat(list(columns)).detach().double().cpu().split([len(column) for column in columns])
     rows = []
-    for column, valid in zip(columns, is_valid.tolist(), strict=True):
-        x = column.detach().double()
+    for x, valid in zip(each, is_valid.tolist(), strict=True):
         if not (valid and len(x)):
             rows.append(x.new_zeros(3))
             continue
         mean = x[0] + (x - x[0]).mean()
         rows.append(torch.stack([torch.full_like(mean, len(x)), mean, (x - mean).square().sum()]))
-    return torch.stack(rows)
+    return torch.stack(rows).to(columns[0].device)
 
 
 def spread_of(rows: Tensor) -> Spread:

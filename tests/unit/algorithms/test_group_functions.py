@@ -59,6 +59,7 @@ def test_means_and_deviations_of_groups():
     assert F.centred_in_groups(x, valid).tolist() == [[-1, 1, 0], [0, 0, 0], [0, 0, 0]]
     for found in (F.group_means(x.float(), valid), F.standard_deviation(x.float(), valid)):
         assert found.dtype == torch.float32
+    assert F.group_means(torch.tensor([[1e8, 1.0, 2.0]]), valid[:1] | True).item() == 33333334  # a third of 100000003
 
 
 def test_informative_groups_and_the_first_of_them():

@@ -35,6 +35,10 @@ def slope(loss, ratio: float, advantage: float):
         (5.0, -2.0, 8.0, True, 0.0),  # delta 4: 4 x 2
         (0.5, 2.0, -1.0, False, -1.0),
         (0.5, -1e-16, 8e-17, False, 0.0),  # an advantage whose sign is that of rounding
+        (0.5, -15.5 * 2.0**-52, 12.4 * 2.0**-52, False, 0.0),  # as much as 16 times float64's rounding
+        (0.5, -16.5 * 2.0**-52, 13.2 * 2.0**-52, True, 0.0),
+        (1.5, 15.5 * 2.0**-52, -20.15 * 2.0**-52, False, 0.0),
+        (1.5, 16.5 * 2.0**-52, -21.45 * 2.0**-52, True, 0.0),
     ],
 )
 def test_clipped_surrogate(ratio, advantage, loss, clipped, gradient):
@@ -57,6 +61,15 @@ def test_dual_clip(ratio, loss, clipped):
     assert is_clipped.tolist() == [clipped]
     value.sum().backward()
     assert_close(logprob.grad, [0.0 if clipped else ratio])
+
+
+def test_dual_clip_leaves_good_tokens_alone():
+    logprob = f64(0.0, math.log(0.5)).requires_grad_()
+    value, is_clipped = F.ppo_policy_loss(logprob, f64(0.0, 0.0), f64(0.5, 0.25), clip=0.2, dual_clip=3.0)
+    assert_close(value.detach(), [-0.5, -0.125])
+    assert not is_clipped.any()
+    value.sum().backward()
+    assert_close(logprob.grad, [-0.5, -0.125])
 
 
 def test_cispo_keeps_the_gradient_of_every_token():

@@ -200,7 +200,9 @@ def test_the_divergence_that_ends_an_update_is_the_mean_of_new_over_old(language
     assert stats["actor_kl_from_rollout"] == pytest.approx((3 * each[0] + each[1] + 4 * each[3], 8.0))
     assert "actor_kl_from_rollout" not in update(language_model(), context, batch, term(view=view))
     # Of the first loss alone, though the examples of another have a column of that name too.
-    terms = (term(view=view), term(view=view, coef=0.5))
+    batch = batch.with_data(other_logprob=[x - 2.0 for x in now])
+    other = View((*ROLLOUT.columns, ("logprob", "other_logprob")))
+    terms = (term(view=view), term(view=other, coef=0.5))
     config = Update(model="actor", view=view, terms=terms, max_kl=1e9)
     stats = UpdateInterface(config).train_step(language_model(), [batch], context()).stats
     assert stats["actor_kl_from_rollout"] == pytest.approx((3 * each[0] + each[1] + 4 * each[3], 8.0))
