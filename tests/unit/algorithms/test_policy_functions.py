@@ -35,6 +35,9 @@ def slope(loss, ratio: float, advantage: float):
         (5.0, -2.0, 8.0, True, 0.0),  # delta 4: 4 x 2
         (0.5, 2.0, -1.0, False, -1.0),
         (0.5, -1e-16, 8e-17, False, 0.0),  # an advantage whose sign is that of rounding
+        (0.5, -(2.0**-48), 0.8 * 2.0**-48, False, 0.0),
+        (5.0, 1e-16, -1.3e-16, False, 0.0),
+        (5.0, -1e-16, 4e-16, False, 0.0),
         (0.5, -15.5 * 2.0**-52, 12.4 * 2.0**-52, False, 0.0),  # as much as 16 times float64's rounding
         (0.5, -16.5 * 2.0**-52, 13.2 * 2.0**-52, True, 0.0),
         (1.5, 15.5 * 2.0**-52, -20.15 * 2.0**-52, False, 0.0),
@@ -61,6 +64,15 @@ def test_dual_clip(ratio, loss, clipped):
     assert is_clipped.tolist() == [clipped]
     value.sum().backward()
     assert_close(logprob.grad, [0.0 if clipped else ratio])
+
+
+def test_a_ratio_at_its_bound_is_not_clipped():
+    zero = f64(0.0, 0.0)
+    assert not F.clipped_surrogate(zero, f64(1.0, -1.0), 0.0, 0.0)[1].any()
+    assert not F.clipped_surrogate(zero, f64(1.0, -1.0), 0.0, 0.0, delta=1.0)[1].any()
+    assert not F.cispo_loss(zero, zero, f64(1.0, -1.0), ratio_cap=1.0)[1].any()
+    assert not F.cispo_loss(zero + 1, zero, f64(0.0, -1.0), ratio_cap=1.0)[1].any()  # without an advantage
+    assert not F.ppo_policy_loss(zero, zero, f64(1.0, -1.0), clip=0.0, dual_clip=1.0)[1].any()
 
 
 def test_dual_clip_leaves_good_tokens_alone():
@@ -99,6 +111,30 @@ def test_vespo_weight():
     assert_close(loss.detach(), [4 * math.exp(-3), -8 * math.exp(-2)])
     loss.sum().backward()
     assert_close(logprob.grad, [-4 * math.exp(-3), 8 * math.exp(-2)])
+
+
+def test_weights_of_vespo_are_bounded_and_without_gradient():
+    # w to the power 1: e^20 at most, 1e-8 at least.
+    log_w, logprob = f64(30.0, 20.5, 19.5, -25.0).requires_grad_(), f64(-1.0, -1.0, -1.0, -1.0).requires_grad_()
+    loss = F.vespo_loss(log_w, logprob, f64(1.0, 1.0, 1.0, -1.0), (1.0, 0.0), (1.0, 0.0))
+    assert_close(loss.detach(), [math.exp(20), math.exp(20), math.exp(19.5), -1e-8])
+    loss.sum().backward()
+    assert log_w.grad is None
+    assert_close(logprob.grad, [-math.exp(20), -math.exp(20), -math.exp(19.5), 1e-8])
+    # A token's own log-ratio is held within 20, and its importance from 1e-8 to e^20.
+    x, lengths = f64(25.0, -30.0, 19.5, -19.5, 20.5).requires_grad_(), tensor([2, 2, 1])
+    total = F.sequence_log_weight(x, None, lengths)
+    assert not total.requires_grad
+    assert_close(total, [0, 0, 0, 0, 20])
+    importance = f64(25.0, -math.inf, 19.5, 20.5, -18.0)
+    low = math.log(1e-8)
+    assert_close(F.sequence_log_weight(x, importance, lengths), [20 + low, 20 + low, 39.5, 39.5, 2.0])
+    # Sums and weights are those of float64: 1000 tokens of 0.1, where float32 would be off by more.
+    many = torch.full((1000,), 0.01)
+    total = F.sequence_log_weight(many, many, tensor([1000]))
+    assert_close(total, torch.full((1000,), 2 * 1000 * many[0].item(), dtype=torch.float64), 1e-12)
+    found = F.vespo_loss(f64(0.3).float(), f64(-1.0), f64(1.0), (2.0, 3.0), (3.0, 2.0))
+    assert_close(found, [math.exp(3 + 2 * f64(0.3).float().item() - 3 * math.exp(f64(0.3).float().item()))], 1e-12)
 
 
 def test_ratios_of_sequences():
