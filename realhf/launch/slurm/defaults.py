@@ -22,8 +22,11 @@ _NEEDED = re.compile(
     r"|(REALHF|HF|TORCH|NCCL|GLOO|UCX|CUDA|OMP)_\w+"
 )
 _NOT_KEPT = re.compile(
-    r"REALHF_(WORKER_INDEX|DEVICE|EXITS|LOGS|STOP|LAUNCH_ID)|CUDA_VISIBLE_DEVICES|.*(TOKEN|SECRET|PASSWORD|_KEY).*"
+    r"REALHF_(WORKER_INDEX|DEVICE|EXITS|LOGS|STOP|LAUNCH_ID)|CUDA_VISIBLE_DEVICES"
+    r"|(?i:.*(TOKEN|SECRET|PASSW|PASSPHRASE|KEY|CREDENTIAL|AUTH).*|.*_PASS|.*_PW)"
 )
+# An address with a user and a password, such as HF_ENDPOINT may have.
+_SECRET_VALUE = re.compile(r"://[^/\s]*@")
 
 
 def with_environment(options: SlurmOptions, environment: Mapping[str, str]) -> SlurmOptions:
@@ -37,7 +40,9 @@ def with_environment(options: SlurmOptions, environment: Mapping[str, str]) -> S
         f"{name}={environment[variable]}" for variable, name in _OF_SBATCH.items() if environment.get(variable)
     )
     needed = {
-        name: value for name, value in environment.items() if _NEEDED.fullmatch(name) and not _NOT_KEPT.fullmatch(name)
+        name: value
+        for name, value in environment.items()
+        if _NEEDED.fullmatch(name) and not _NOT_KEPT.fullmatch(name) and not _SECRET_VALUE.search(value)
     }
     # What the user gives comes last, and counts.
     return replace(options, **defaults, sbatch=words + options.sbatch, environment=tuple(sorted(needed.items())))

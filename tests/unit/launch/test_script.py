@@ -12,6 +12,7 @@ from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.array import array_text
+from realhf.launch.slurm.defaults import with_environment
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
 from realhf.rundir.paths import RunDirectory, worker_name
 
@@ -147,3 +148,58 @@ def test_a_run_until_its_end_may_be_requeued() -> None:
     assert "#SBATCH --requeue\n" in text
     assert r"\"goes_on\":true" in text
     assert "    python -m again\n    code=$?\n" in text
+
+
+SECRETS = {
+    "HF_TOKEN": "hidden",
+    "HUGGING_FACE_HUB_TOKEN": "hidden",
+    "HF_TOKEN_PATH": "hidden",
+    "HF_API_KEY": "hidden",
+    "HF_APIKEY": "hidden",
+    "HF_PASSWORD": "hidden",
+    "HF_passwd": "hidden",
+    "HF_USER_PASS": "hidden",
+    "REALHF_JUDGE_SECRET": "hidden",
+    "REALHF_SECRET_NAME": "hidden",
+    "NCCL_CREDENTIALS": "hidden",
+    "UCX_AUTH": "hidden",
+    "HF_ENDPOINT": "https://user:hidden@mirror/",
+    "TORCH_HOME": "https://hidden@mirror/",
+    "WANDB_API_KEY": "hidden",
+    "AWS_SECRET_ACCESS_KEY": "hidden",
+    "OPENAI_API_KEY": "hidden",
+    "JUDGE_TOKEN": "hidden",
+    "SSH_AUTH_SOCK": "hidden",
+    "DATABASE_URL": "hidden",
+    "WHATEVER": "hidden",
+}
+NEEDED = {"PATH": "/usr/bin", "HF_HOME": "/shared/hf", "NCCL_DEBUG": "INFO", "HF_ENDPOINT": "https://mirror/a@b"}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_no_secret_of_the_environment_stands_in_the_script(name: str) -> None:
+    options = with_environment(SlurmOptions(cpu_only=True), {**NEEDED, name: SECRETS[name]})
+    text = sbatch_text(options, job())
+    assert "hidden" not in text
+    for kept in NEEDED.keys() - {name}:
+        assert f"export {kept}={NEEDED[kept]}\n" in text
+    # What is passed on is named there; `--export=ALL` of a step is the environment of the script, not of who submits.
+    assert "#SBATCH --export" not in text
+
+
+def steps(text: str) -> list[list[str]]:
+    """The words of each srun of a script."""
+    lines = (line.split() for line in text.replace("\\\n", " ").splitlines())
+    return [words[words.index("srun") + 1 :] for words in lines if "srun" in words]
+
+
+@pytest.mark.parametrize("of", [job(), without_master(), later()], ids=["job", "workers", "later"])
+def test_a_task_that_fails_ends_its_step_and_a_lost_node_ends_the_job(of: Job) -> None:
+    text = sbatch_text(SlurmOptions(cpu_only=True), of)
+    running = [words for words in steps(text) if '"$task"' in words]
+    assert len(running) == len({process.name == "master" for process in of.processes})
+    for words in running:
+        assert "--kill-on-bad-exit=1" in words
+        assert not {"--no-kill", "-k", "--kill-on-bad-exit=0", "-K0"} & set(words)
+    assert "--no-kill" not in text
+    assert "#SBATCH --no-requeue\n" in text
