@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from realhf.base.errors import UserError
 from realhf.rewards import ready
 from realhf.rewards.numbers_in_text import answer_number
+from realhf.rewards.sandbox import Limits
 from realhf.rewards.sources import load_rewards
 from realhf.rewards.unit_tests import listed_tests, program_of
 from tests.unit.rewards.samples import sample
@@ -147,6 +148,24 @@ TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
 def test_unit_tests(response: str, options: str, tests: Any, expected: float) -> None:
     options = options or "(timeout_s=600)"
     assert reward(f"unit_tests{options}", response, tests=tests) == expected
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "all_passed", "share"),
+    [(["", "", ""], 1, 1), (["", "x", ""], 0, 2 / 3), (["x"] * 3, 0, 0), (None, 0, 0)],
+)
+def test_the_reward_of_outcomes(
+    outcomes: list[str] | None, all_passed: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("realhf.rewards.unit_tests.run_tests", lambda *given: (asked.append(given), outcomes)[1])
+    assert reward("unit_tests", "p", tests=["a", "b", "c"]) == all_passed
+    options = "(share=True, timeout_s=3, memory_mb=99, files_mb=5)"
+    assert reward(f"unit_tests{options}", "p", tests=["a", "b", "c"]) == share
+    assert asked == [
+        ("p", ["a", "b", "c"], Limits(time_s=10, memory_mb=1024, files_mb=16)),
+        ("p", ["a", "b", "c"], Limits(time_s=3, memory_mb=99, files_mb=5)),
+    ]
 
 
 def test_unit_tests_without_tests() -> None:
