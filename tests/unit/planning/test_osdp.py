@@ -308,6 +308,24 @@ def test_what_a_limit_ended_is_not_called_proven() -> None:
     assert num_proven < 5, "else the limit ended nothing"
 
 
+@pytest.mark.parametrize("seed", [8, 21, 27, 28, 61, 62, 68, 74])
+def test_a_batch_that_was_not_looked_at_is_no_proof(seed: int) -> None:
+    """Where the time is up after the first batch, and a better one is left."""
+    random = np.random.default_rng(seed)
+    operators = tuple(
+        operator(int(size), states=int(random.integers(3, 20)), activation=int(random.integers(0, 10**6)), compute=1e-5)
+        for size in random.integers(10**5, 10**7, size=10)
+    )
+    links = Links(num_devices=8, latency_s=1e-5, seconds_per_byte=1e-11, launch_s=0.0)
+    limit = int(0.4 * sum(op.state_bytes for op in operators))
+    problem = OsdpProblem(operators=operators, links=links, memory_bytes=limit)
+    short, whole = (_solution(problem, range(1, 20), limit_s) for limit_s in (0.0, PATIENCE_S))
+    best_s, found_s = (each["step_s"] / each["batch"] for each in (whole, short))
+    assert whole["proven"]
+    assert not short["proven"]
+    assert short["lower_bound_s"] <= best_s * (1 + 1e-11) < found_s
+
+
 def test_a_plan_is_proven_where_all_slicings_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of problems that differ in slices is as sure as the least sure of those that fit."""
     links = Links(num_devices=4, latency_s=0.0, seconds_per_byte=0.0)
