@@ -23,6 +23,8 @@ def test_what_predictions_cannot_tell_is_no_gain() -> None:
     assert almost.gain_s(100) > 0
     assert not almost.pays(100, 0.0)
     assert replace(almost, other_s=7.5).pays(100, 0.0)
+    assert not replace(almost, other_s=7.61).pays(100, 0.0), "less than 5 %"
+    assert replace(almost, other_s=7.59).pays(100, 0.0)
 
 
 def test_it_says_all_its_numbers() -> None:

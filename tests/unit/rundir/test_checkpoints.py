@@ -173,6 +173,15 @@ def test_a_damaged_one_is_not_the_best_and_ends_no_run(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [2, 3]
 
 
+@pytest.mark.parametrize("best", ["accuracy", "min:accuracy"])
+def test_of_equally_good_ones_the_newest_is_kept(best: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, accuracy=0.5)
+    save(tmp_path, 4)  # without the statistic
+    retain(tmp_path, 1, best)
+    assert saved_steps(tmp_path) == [3, 4]
+
+
 @pytest.mark.parametrize(
     ("keep", "best", "kept"),
     [
