@@ -7,7 +7,7 @@ from realhf.architecture.compute import Recomputed
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Postprocess
 from realhf.engine.packing import PackedMicroBatch, pack_micro_batch
-from realhf.engine.pipeline import Neighbours, run_forward
+from realhf.engine.pipeline import EndPass, Neighbours, run_forward
 from realhf.engine.returned import check_columns
 from realhf.geometry.pipeline_schedule import Pass
 from realhf.models.decoder import KEEPS_ALL, Decoder
@@ -40,6 +40,7 @@ def forward(
     tokens_key: str,
     postprocess: Postprocess,
     micro_batches: int,
+    end_pass: EndPass,
 ) -> dict[str, list[Tensor]]:
     """See `realhf.engine.interface.Model.forward`.
 
@@ -63,7 +64,7 @@ def forward(
             outputs.setdefault(key, {}).update(zip(places[i], values, strict=True))
         return None
 
-    run_forward(neighbours, [len(p.tokens) for p in packed], run)
+    run_forward(neighbours, [len(p.tokens) for p in packed], run, end_pass)
     return check_columns(
         {key: [values[place] for place in sorted(values)] for key, values in outputs.items()}, batch.ids, finite=True
     )

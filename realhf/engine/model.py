@@ -120,8 +120,8 @@ class ShardedModel:
     ) -> dict[str, list[Tensor]]:
         check_tokens(batch, tokens_key, self.config)
         self._count(batch.data[tokens_key])
-        with self.parameters.computing():
-            return forward(self.decoder, self._neighbours, batch, tokens_key, postprocess, micro_batches)
+        with self.parameters.computing() as end_pass:
+            return forward(self.decoder, self._neighbours, batch, tokens_key, postprocess, micro_batches, end_pass)
 
     def train_step(
         self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int

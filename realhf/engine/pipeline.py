@@ -85,10 +85,17 @@ class Neighbours:
 
 # (pass, what it needs: hidden states or gradients, None where no stage gives any) -> what the next stage needs.
 Compute = Callable[[Pass, Tensor | None], Tensor | None]
+EndPass = Callable[[], None]
 
 
-def run_steps(neighbours: Neighbours, steps: Sequence[Step], token_counts: Sequence[int], compute: Compute) -> None:
-    """Runs a stage's steps; micro-batch i has `token_counts[i]` tokens."""
+def no_end() -> None:
+    """The end of a pass where no rank needs another for its parameters."""
+
+
+def run_steps(
+    neighbours: Neighbours, steps: Sequence[Step], token_counts: Sequence[int], compute: Compute, end_pass: EndPass
+) -> None:
+    """Runs a stage's steps; micro-batch i has `token_counts[i]` tokens. `end_pass` is called after each."""
     awaited: dict[Pass, Transfer] = {}
     for step in steps:
         for message in step.receives:
@@ -99,21 +106,28 @@ def run_steps(neighbours: Neighbours, steps: Sequence[Step], token_counts: Seque
         if step.send is not None:
             assert output is not None, f"{step.run} gives nothing to send"
             neighbours.send(step.send.receiver, output)
+        end_pass()
     neighbours.flush()
 
 
-def run_forward(neighbours: Neighbours, token_counts: Sequence[int], forward: Compute) -> None:
+def run_forward(
+    neighbours: Neighbours, token_counts: Sequence[int], forward: Compute, end_pass: EndPass = no_end
+) -> None:
     """Runs all micro-batches through this stage's chunks.
 
     `forward(run, hidden)` gets what the virtual stage before sent (None on the first) and returns what the next one
     gets (None on the last).
     """
     strategy, stage = neighbours.groups.layout.strategy, neighbours.groups.stage
-    run_steps(neighbours, forward_steps(strategy.pp, strategy.chunks, len(token_counts))[stage], token_counts, forward)
+    steps = forward_steps(strategy.pp, strategy.chunks, len(token_counts))[stage]
+    run_steps(neighbours, steps, token_counts, forward, end_pass)
 
 
 def run_training(
-    neighbours: Neighbours, token_counts: Sequence[int], forward: Callable[[Pass, Tensor | None], Tensor]
+    neighbours: Neighbours,
+    token_counts: Sequence[int],
+    forward: Callable[[Pass, Tensor | None], Tensor],
+    end_pass: EndPass = no_end,
 ) -> None:
     """Runs forward and backward of all micro-batches.
 
@@ -134,4 +148,5 @@ def run_training(
         torch.autograd.backward(output, received)
         return None if hidden is None else hidden.grad
 
-    run_steps(neighbours, training_steps(strategy.pp, strategy.chunks, len(token_counts))[stage], token_counts, compute)
+    steps = training_steps(strategy.pp, strategy.chunks, len(token_counts))[stage]
+    run_steps(neighbours, steps, token_counts, compute, end_pass)

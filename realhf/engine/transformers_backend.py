@@ -29,6 +29,7 @@ from realhf.engine.generate.choice import DrawnTokens, TokenChoice
 from realhf.engine.generate.loop import check_request, concatenated
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.model import ShardedModel
+from realhf.engine.pipeline import EndPass, no_end
 from realhf.engine.train.data_parallel import Parameters
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import check_strategy
@@ -115,8 +116,8 @@ class WholeParameters:
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def computing(self) -> AbstractContextManager[EndPass]:
+        return nullcontext(no_end)
 
     def attach_gradients(self, dtype: torch.dtype) -> None:
         self._gradients = Arena(self.arena.layout, dtype, self.flat.device)
@@ -202,9 +203,9 @@ class FullyShardedParameters:
                 unit.set_reshard_after_forward(True, recurse=False)
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> Iterator[EndPass]:
         try:
-            yield
+            yield no_end
         finally:
             for unit in self._units:
                 unit.reshard()

@@ -6,7 +6,7 @@ the bytes of half a ring all-reduce (ZeRO, Rajbhandari et al., 2020, section 7.2
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -83,6 +83,16 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup | None) -> None:
     """Sums `flat` over the group: the two halves of a ring all-reduce, each as above."""
     reduce_scatter(flat, group)
     all_gather(flat, group)
+
+
+def all_gather_integers(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """What every rank of the group gives, by rank: equally many numbers. `traffic` does not count them."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    gathered = own.new_empty(group.size() * len(own))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, own, group=group)
+    found: list[list[int]] = gathered.view(group.size(), -1).tolist()
+    return found
 
 
 def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from realhf.base.errors import UserError
+from realhf.engine.train.agreement import Point
 from realhf.engine.train.divided import DividedParameters
 from realhf.engine.train.optimizer import square_sum
 from realhf.geometry.boxes import Box
@@ -61,8 +62,13 @@ class OsdpModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gathering = self._vectors.gathering
-        with nullcontext() if gathering is None else gathering.recording():
+        if gathering is None:
             return self.module(*args, **kwargs)
+        with gathering.recording():
+            output = self.module(*args, **kwargs)
+        gathering.end_pass()
+        gathering.end_backward_of(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return output
 
     def train(self, mode: bool = True) -> "OsdpModule":
         """As `nn.Module.train`."""
@@ -75,6 +81,7 @@ class OsdpModule:
 
     def zero_grad(self) -> None:
         """Drops the gradients of all backward passes since the last step; a step has done so itself."""
+        self._meet(Point.ZERO_GRAD)
         self._vectors.zero_gradients()
 
     def step(self, max_norm: float | None = None) -> float | None:
@@ -99,7 +106,7 @@ class OsdpModule:
         if max_norm is not None:
             norm = scale * self._norm()
             if not math.isfinite(norm):
-                self.zero_grad()
+                self._vectors.zero_gradients()
                 raise FloatingPointError(
                     f"the norm of the gradients is {norm}; the parameters are unchanged. Lower the learning rate, or "
                     "look for values that overflow in the loss"
@@ -109,12 +116,13 @@ class OsdpModule:
             part.grad = gradient[place].mul_(scale)
         self.optimizer.step()
         self._vectors.publish()
-        self.zero_grad()
+        self._vectors.zero_gradients()
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
         """All parameters whole, and the buffers, by the names of the model before it was wrapped: copies in host
         memory, on every rank."""
+        self._meet(Point.STATE_DICT)
         self._release()
         found: dict[str, Tensor] = {}
         for unit in self._vectors.kept:
@@ -144,6 +152,7 @@ class OsdpModule:
                 f"state_dict is not of this model: it lacks {lacking or 'nothing'}, has {unknown or 'nothing'} beside, "
                 f"and other shapes of {wrong or 'nothing'}; give one of the same model"
             )
+        self._meet(Point.LOAD_STATE_DICT)
         self._release()
         for unit in self._vectors.kept:
             self._write(unit, state)
@@ -169,6 +178,11 @@ class OsdpModule:
         if self._num_ranks > 1:
             dist.all_reduce(square, group=self._vectors.group)
         return math.sqrt(square.item())
+
+    def _meet(self, point: Point) -> None:
+        """Peers may still be in a pass that needs this rank's shards."""
+        if self._vectors.gathering is not None:
+            self._vectors.gathering.meet(point)
 
     def _release(self) -> None:
         if self._vectors.gathering is not None:

@@ -339,10 +339,26 @@ def chosen(rank: int) -> tuple[str, ...]:
     just.step()
     free = wrapped(net(case), 2, batch_size=None, max_batch=16)
     assert free.plan.batch_size == 16
+    first_ranks_parameters(rank)
     given = wrapped(net(case), 2, modes=just.plan.modes)
     assert given.plan.modes == just.plan.modes
     texts = (just.plan.modes, just.plan, free.plan.modes, smallest, just.plan.memory_bytes)
     return refused, *map(str, texts)
+
+
+def first_ranks_parameters(rank: int) -> None:
+    """Ranks that were seeded differently begin with what the first one has, in every mode, buffers too."""
+    for modes in ("replicated", "zero1", "2 sharded"):
+        made = []
+        for seed in (0, rank):
+            torch.manual_seed(100 + seed)
+            made.append(Net().double())
+            made[-1].scale.fill_(0.5 + seed)
+        expected, own = made[0].state_dict(), made[1]
+        assert torch.equal(own.positions, expected["positions"]) == (rank == 0)
+        found = wrapped(own, 2, modes=modes).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), modes
 
 
 def test_the_choice_is_that_of_all_ranks() -> None:
@@ -397,10 +413,12 @@ def refusals(rank: int) -> list[str]:
         model.step()
     model = wrapped(net(Case("")), 2, modes="sharded")
     before = model.state_dict()
-    (loss_of(model, batch(0)[:2]) * float("inf")).backward()
-    with pytest.raises(FloatingPointError):
-        model.step(1.0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for factor in (float("inf"), 1e200):  # gradients that are not finite, and finite ones whose norm is not
+        (loss_of(model, batch(0)[:2]) * factor).backward()
+        with pytest.raises(FloatingPointError):
+            model.step(1.0)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert not model.optimizer.state
     return texts
 
 

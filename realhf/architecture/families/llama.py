@@ -53,7 +53,8 @@ def _read_rope(fields: Fields, theta: float) -> tuple[RopeScaling, float]:
     theta = given.real("rope_theta", fields.real("rope_theta", theta))
     name = "rope_type" if given.content.get("rope_type") else "type"  # of older versions
     kind = given.choice(name, "default", _ROPE_KINDS)
-    given.refuse("partial_rotary_factor", 1, 1.0)
+    for of_rotation in (fields, given):
+        of_rotation.refuse("partial_rotary_factor", 1, 1.0)
     if kind == "none":
         return RopeScaling(), theta
     if given.content.get("factor") is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.engine import build
+from realhf.engine.pipeline import EndPass, no_end
 from realhf.engine.train.divided import DividedParameters
 from realhf.engine.train.gathering import GatheredUnit, Gathering
 from realhf.geometry.boxes import Box
@@ -48,8 +49,9 @@ class Parameters(Protocol):
     def whole(self) -> AbstractContextManager[None]:
         """Within it all parameters of the decoder are in memory."""
 
-    def computing(self) -> AbstractContextManager[None]:
-        """Within it the decoder's forward, and backward passes of it, find the parameters that they need."""
+    def computing(self) -> AbstractContextManager[EndPass]:
+        """Within it the decoder's forward, and backward passes of it, find the parameters that they need. What it gives
+        is to be called at the end of each pass of a micro-batch, on all ranks."""
 
     def attach_gradients(self, dtype: torch.dtype) -> None:
         """From now on backward passes add gradients of `dtype` to what `reduce_gradients` completes."""
@@ -100,8 +102,8 @@ class NativeParameters:
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext() if self.vectors.gathering is None else self.vectors.gathering.whole()
 
-    def computing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.vectors.gathering is None else self.vectors.gathering.computing()
+    def computing(self) -> AbstractContextManager[EndPass]:
+        return nullcontext(no_end) if self.vectors.gathering is None else self.vectors.gathering.computing()
 
     def attach_gradients(self, dtype: torch.dtype) -> None:
         self.vectors.attach_gradients(self._named, dtype)

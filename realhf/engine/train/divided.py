@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from realhf.engine.arena import views_in
+from realhf.engine.train.agreement import Point
 from realhf.engine.train.gathering import GatheredUnit, Gathering
 from realhf.geometry.shards import Unit
 from realhf.parallel.collectives import all_gather, all_reduce, reduce_scatter
@@ -68,7 +69,8 @@ class DividedParameters:
             gathered.parameters = {name: parameters[name] for name in unit.flat.shapes}
         if self.gathered:
             assert self.group is not None, "one data-parallel rank has nothing to gather"
-            self.gathering = Gathering(list(self.gathered.values()), self.group, prefetch=prefetch)
+            units = {f"{unit.name} [{unit.flat.size}]": gathered for unit, gathered in self.gathered.items()}
+            self.gathering = Gathering(units, self.group, prefetch=prefetch)
 
     @contextmanager
     def whole_unit(self, unit: Unit) -> Iterator[dict[str, Tensor]]:
@@ -76,14 +78,10 @@ class DividedParameters:
         if unit not in self.gathered:
             yield self._views(unit)
             return
-        assert self.group is not None
+        assert self.gathering is not None, "connected before"
         gathered = self.gathered[unit]
-        try:
-            gathered.start_gather(self.group)
-            gathered.wait()
+        with self.gathering.alone(gathered):
             yield gathered.views
-        finally:
-            gathered.free()
 
     @contextmanager
     def written_unit(self, unit: Unit) -> Iterator[dict[str, Tensor]]:
@@ -127,6 +125,7 @@ class DividedParameters:
         """After the last micro-batch: completes the gradients of what is sharded."""
         if self.gathering is not None:
             self.gathering.reduce()
+            self.gathering.meet(Point.STEP)
 
     def reduce_others(self) -> None:
         """Completes the gradients of all else: `gradient` then has sums over the group in the parts `updated`."""

@@ -5,8 +5,9 @@ The parameters of a unit are views of a vector that has memory only while the un
 autograd need know. What a unit is, a layer, an operator or a slice of one, is said elsewhere.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from realhf.engine.arena import Arena
+from realhf.engine.train.agreement import Agreement, Operation, Point
 from realhf.geometry.shards import FlatLayout
-from realhf.parallel.collectives import reduce_scatter, start_all_gather
+from realhf.parallel.collectives import all_gather_integers, reduce_scatter, start_all_gather
 from realhf.parallel.gradients import give_on_use
 from realhf.parallel.groups import GroupReference
 
@@ -80,12 +82,22 @@ class Gathering:
     A unit is gathered by the forward pass of its first module, and again by the first of its saved tensors that the
     backward pass asks for, or by the forward pass that is computed again. With `prefetch` the next one is started with
     it: the one that followed the last time, so that nothing is gathered in vain. A unit's gradients are reduced when
-    the backward pass has come to the next unit. All ranks of a data-parallel group run the same schedule, hence gather
-    and reduce in the same order.
+    the backward pass has come to the next unit.
+
+    The ranks of a data-parallel group agree on every gather and reduction before it begins, so they need not use the
+    same units in the same order. A rank lends its shard, and memory for as long, where a peer alone needs a unit; it
+    adds zeros, or the gradients that it has so far, where a peer alone reduces. For that each pass ends with `end_pass`
+    on all ranks.
     """
 
-    def __init__(self, units: Sequence[GatheredUnit], group: dist.ProcessGroup, *, prefetch: bool = True):
-        self._reference, self._in_order, self._prefetch = GroupReference(group), list(units), prefetch
+    def __init__(self, units: Mapping[str, GatheredUnit], group: dist.ProcessGroup, *, prefetch: bool = True):
+        """`units` by name, in one order on all ranks."""
+        self._reference, self._prefetch = GroupReference(group), prefetch
+        self._in_order = list(units.values())
+        self._numbers = {unit: number for number, unit in enumerate(self._in_order)}
+        self._agreement = Agreement(list(units), self._exchange, self._take_part)
+        self._at_most = 1  # units that may have memory
+        self._ending: int | None = None  # the backward pass that will wait at its end
         self._history: _History = (None, None, False)
         self._next: dict[_History, GatheredUnit | None] = {}  # what followed the last time
         self._in_use: list[GatheredUnit] = []
@@ -127,22 +139,23 @@ class Gathering:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Within it all units have their memory."""
-        try:
-            for unit in self._in_order:
-                self._start(unit, at_most=len(self._in_order))
-            for unit in self._in_order:
-                unit.wait()
-            self._in_use = self._in_order
+        self._agreement.meet(Point.WHOLE)
+        with self._together(self._in_order):
             yield
-        finally:
-            self.release()
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Within it forward passes, and backward passes of them, find the parameters that they need."""
+    def alone(self, unit: GatheredUnit) -> Iterator[None]:
+        """Within it a unit has its memory, and no other has; all ranks ask for the same one."""
+        with self._together([unit]):
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[Callable[[], None]]:
+        """Within it forward passes, and backward passes of them, find the parameters that they need. What it gives is
+        to be called at the end of each pass."""
         try:
             with self.recording():
-                yield
+                yield self.end_pass
         finally:
             self.release()
 
@@ -171,9 +184,30 @@ class Gathering:
 
     def reduce(self, but: Sequence[GatheredUnit] = ()) -> None:
         """Sums the gradients that are there over the group, except those of units that may get more."""
-        for unit in [unit for unit in self._with_gradients if unit not in but]:
-            del self._with_gradients[unit]
-            unit.reduce_gradients(self._group)
+        self._agreement.perform(self._reductions(but))
+
+    def end_pass(self) -> None:
+        """Returns when all ranks have ended their pass."""
+        # A forward pass within a backward pass is one that not all ranks may have.
+        self.meet(Point.PASS if _backward_pass() is None else Point.BACKWARD)
+
+    def end_backward_of(self, outputs: Iterable[Tensor]) -> None:
+        """Has a backward pass that comes to any of `outputs` wait for the other ranks at its end."""
+
+        def come_to(_: Tensor) -> None:
+            running = _backward_pass()
+            if running != self._ending:
+                self._ending = running
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self.meet, Point.BACKWARD))
+
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(come_to)
+
+    def meet(self, point: Point) -> None:
+        """Returns when no rank needs this one before what follows."""
+        with _disable_current_modes():  # as in `_use`
+            self._agreement.meet(point)
 
     def _use(self, needed: Sequence[GatheredUnit]) -> None:
         """Returns when the parameters of the units may be read."""
@@ -188,29 +222,67 @@ class Gathering:
 
     def _gather(self, needed: Sequence[GatheredUnit]) -> None:
         """Gathers the units and starts the following one; reduces gradients that are there."""
-        self.reduce(but=needed)
         self._next[self._history] = needed[0]
         self._history = (self._history[1], needed[0], torch.is_grad_enabled())
         self._in_use = list(needed)
-        at_most = max(len(needed), 2 if self._prefetch else 1)
-        for unit in needed:
-            self._start(unit, at_most)
+        self._at_most = max(len(needed), 2 if self._prefetch else 1)
+        wanted = list(needed)
+        following = self._next.get(self._history)
+        if len(needed) < self._at_most and following is not None:
+            wanted.append(following)
+        self._agreement.perform([*self._reductions(but=needed), *self._gathers(wanted)])
         for unit in needed:
             unit.wait()
-        following = self._next.get(self._history)
-        if len(needed) < at_most and following is not None:
-            self._start(following, at_most)
 
-    def _start(self, unit: GatheredUnit, at_most: int) -> None:
+    @contextmanager
+    def _together(self, units: Sequence[GatheredUnit]) -> Iterator[None]:
+        """Within it exactly these units have their memory."""
+        try:
+            self._in_use, self._at_most = list(units), len(units)
+            self._agreement.perform(self._gathers(units))
+            for unit in units:
+                unit.wait()
+            yield
+        finally:
+            self.release()
+
+    def _gathers(self, units: Sequence[GatheredUnit]) -> list[Operation]:
+        there = self._gathered.values()
+        return [Operation("gather", self._numbers[unit]) for unit in units if unit not in there]
+
+    def _reductions(self, but: Sequence[GatheredUnit] = ()) -> list[Operation]:
+        return [Operation("reduce", self._numbers[unit]) for unit in self._with_gradients if unit not in but]
+
+    def _exchange(self, numbers: list[int]) -> list[list[int]]:
+        return all_gather_integers(numbers, self._group, self._in_order[0].shard.device)
+
+    def _take_part(self, operation: Operation, is_own: bool) -> None:
+        """Gathers or reduces a unit, also where a peer alone asked for it."""
+        unit = self._in_order[operation.unit]
+        if operation.kind == "reduce":
+            self._with_gradients.pop(unit, None)
+            unit.reduce_gradients(self._group)
+        elif is_own:
+            self._start(unit)
+        else:
+            self._lend(unit)
+
+    def _start(self, unit: GatheredUnit) -> None:
         """Begins to gather a unit that is not there, in the place of the one that has been there longest."""
-        if unit in self._gathered.values():
-            return
-        while len(self._gathered) >= at_most:
+        while len(self._gathered) >= self._at_most:
             address, oldest = next((a, u) for a, u in self._gathered.items() if u not in self._in_use)
             del self._gathered[address]
             oldest.free()
         unit.start_gather(self._group)
         self._gathered[unit.arena.flat.untyped_storage().data_ptr()] = unit
+
+    def _lend(self, unit: GatheredUnit) -> None:
+        """Takes part in a gather that this rank does not need; a unit that is there gets what it has."""
+        unit.wait()
+        unit.start_gather(self._group)
+        unit.wait()
+        if unit not in self._gathered.values():
+            unit.free()
 
     def release(self) -> None:
         """Frees all units: the shards may be written, and are gathered anew for their next use."""
@@ -231,3 +303,9 @@ class Gathering:
         unit, tensor = packed
         self._use([unit])
         return tensor
+
+
+def _backward_pass() -> int | None:
+    """A number of the backward pass that runs now."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number < 0 else number

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,38 @@ from realhf.geometry.pipeline_schedule import Pass
 from realhf.geometry.shards import counted_slices, shard_boxes
 from realhf.models.checkpoint_index import of_kind
 from realhf.parallel.sequence import TokenShards
+from realhf.parallel.vocabulary import Logits, WholeLogits
+
+
+def reaching(loss: Tensor, output: Tensor | Logits | WholeLogits) -> Tensor:
+    """The same loss, of which a backward pass always comes to what the model's head put out.
+
+    The loss of a micro-batch without a term may be a constant. Its backward pass has to be there all the same: stages
+    before wait for a gradient, and ranks of `fully_shard` for one another.
+    """
+    head = output if isinstance(output, Tensor) else output.hidden if isinstance(output, Logits) else output.logits
+    waiting, seen = [loss.grad_fn], {None}
+    while waiting:
+        node = waiting.pop()
+        if node is head.grad_fn:
+            return loss
+        if node not in seen and node is not None:
+            seen.add(node)
+            waiting += [function for function, _ in node.next_functions]
+    reached: Tensor = _Reached.apply(loss, head)
+    return reached
+
+
+class _Reached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, head: Tensor) -> Tensor:
+        ctx.save_for_backward(head)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (head,) = ctx.saved_tensors
+        return grad, torch.zeros_like(head)
 
 
 @dataclass
@@ -128,11 +161,11 @@ class Trainer:
                 return output
             value, stats = check_loss(loss(output, parts[i]), parts[i].ids)
             sums.add(value, stats)
-            return value / global_weight
+            return reaching(value, output) / global_weight
 
         self.parameters.zero_gradients()
-        with self.parameters.computing():
-            run_training(self.neighbours, counts, run)
+        with self.parameters.computing() as end_pass:
+            run_training(self.neighbours, counts, run, end_pass)
         return sums
 
     def _shards(self, tokens: int) -> TokenShards | None:

@@ -191,6 +191,33 @@ def test_top_p_keeps_the_fewest_that_reach_it():
         assert tokens.unique().tolist() == kept
 
 
+@pytest.mark.parametrize(
+    ("p", "kept"),
+    [
+        (1e-9, [1]),  # one token at least
+        (0.5, [1]),  # its probability reaches p, so no second one is needed
+        (0.5000001, [0, 1]),  # of equals the first
+        (0.75, [0, 1]),
+        (0.7500001, [0, 1, 2]),
+        (0.9999999, [0, 1, 2]),
+    ],
+)
+def test_top_p_needs_no_token_more_than_reach_it(p: float, kept: list[int]) -> None:
+    probabilities = torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64)
+    assert torch.equal(probabilities.log().exp(), probabilities), "borders are met exactly"
+    found = Truncation(top_p=p)(probabilities.log())
+    assert found.isfinite().nonzero()[:, 1].tolist() == kept
+    renormalised = probabilities[0, kept] / probabilities[0, kept].sum()
+    torch.testing.assert_close(found[0, kept].exp(), renormalised, rtol=1e-12, atol=0)
+
+
+def test_top_p_is_of_what_top_k_has_left() -> None:
+    logprobs = torch.tensor([[0.4, 0.2, 0.1, 0.3]], dtype=torch.float64).log()
+    # Of the two most likely, 4/7 and 3/7 are left; 0.57 is reached by the first, 0.58 is not.
+    for p, kept in ((0.57, [0]), (0.58, [0, 3])):
+        assert Truncation(top_k=2, top_p=p)(logprobs).isfinite().nonzero()[:, 1].tolist() == kept
+
+
 def test_a_forbidden_token_is_not_drawn_at_any_temperature():
     logits = logits_of(0.9, 0.06, 0.04).expand(2, 3)
     truncation = Truncation(forbidden=torch.tensor([0, -1]))

@@ -14,6 +14,7 @@ from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
 from realhf.engine.packing import PackedMicroBatch, pack_micro_batch
 from realhf.engine.returned import InterfaceError
+from realhf.parallel.vocabulary import Logits
 from tests.unit.engine.losses import ONE_RANK, boxes_of, next_token_loss, random_batch, tiny, trained_tokens
 
 CONFIG = tiny(num_layers=2)
@@ -146,6 +147,12 @@ def _with_a_gradient_of_nan(output: Tensor, batch: Batch) -> tuple[Tensor, Stats
     return loss + (loss * 0).sqrt(), stats
 
 
+def _with_an_infinite_norm(output: Logits, batch: Batch) -> tuple[Tensor, Stats]:
+    """Every gradient is finite, and the sum of their squares is not."""
+    loss, stats = next_token_loss(output, batch)
+    return loss + 1e200 * (output.hidden - output.hidden.detach()).sum(), stats
+
+
 def _without_gradient(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
     loss, stats = next_token_loss(output, batch)
     return loss.detach(), stats
@@ -159,6 +166,12 @@ def _without_gradient(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
             trained_tokens,
             FloatingPointError,
             "optimizer step 1: the gradient norm is nan; the loss here was",
+        ),
+        (
+            _with_an_infinite_norm,
+            trained_tokens,
+            FloatingPointError,
+            "optimizer step 1: the gradient norm is inf; the loss here was",
         ),
         (_with_nan, trained_tokens, InterfaceError, r"the loss of samples \d, \d is nan, must be finite; lower"),
         (

@@ -1,0 +1,39 @@
+"""The routing of experts by hand."""
+
+import pytest
+import torch
+
+from realhf.architecture.model import Experts
+from realhf.models.mlp import MixtureOfExperts
+from tests.unit.engine.losses import tiny
+
+# Exact in bfloat16. The first three are near enough that bfloat16 gives two of them one probability.
+LOGITS = (0.25, 0.251953125, 0.248046875, -3.0)
+
+
+def routed(dtype: torch.dtype, *, normalised: bool, per_token: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights of one token whose router has `LOGITS`."""
+    experts = Experts(count=len(LOGITS), per_token=per_token, normalised=normalised)
+    mixture = MixtureOfExperts(tiny(hidden_size=8, experts=experts), 1, None).to(dtype)
+    with torch.no_grad():
+        mixture.gate.weight.zero_()[:, 0] = torch.tensor(LOGITS, dtype=dtype)
+        return mixture._route(torch.tensor([[1.0, *[0.0] * 7]], dtype=dtype))
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_experts_are_routed_in_float32_whatever_the_dtype(normalised: bool) -> None:
+    probabilities = torch.tensor(LOGITS, dtype=torch.float64).softmax(-1)
+    expected = probabilities[[1, 0]] / (probabilities[[1, 0]].sum() if normalised else 1.0)
+    for dtype, relative in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)):
+        chosen, weights = routed(dtype, normalised=normalised)
+        assert chosen.tolist() == [[1, 0]]
+        assert weights.dtype == dtype
+        # Rounded once, to the model's dtype.
+        torch.testing.assert_close(weights[0].double(), expected, rtol=relative, atol=0)
+    in_bfloat16 = torch.tensor(LOGITS, dtype=torch.bfloat16).softmax(-1)
+    assert in_bfloat16[0] == in_bfloat16[1], "in bfloat16 the two could not be told apart"
+
+
+def test_the_most_likely_experts_are_taken_first() -> None:
+    assert routed(torch.float32, normalised=True, per_token=3)[0].tolist() == [[1, 0, 2]]
+    assert routed(torch.float32, normalised=True, per_token=1)[1].tolist() == [[1.0]]
