@@ -275,6 +275,18 @@ def test_nearly_equal_rewards(base: float, steps: list[int]) -> None:
     assert alone.dtype == torch.float32
 
 
+def test_rewards_and_scales_of_float32_are_computed_in_float64() -> None:
+    p, q = f32(-0.1), f32(-0.3)
+    for estimator in ("k1", "k2", "k3"):
+        found = F.kl_penalised_rewards(f32(0.0), p, q, 0.7, estimator)  # type: ignore[arg-type]
+        expected = F.kl_penalised_rewards(f32(0.0).double(), p.double(), q.double(), 0.7, estimator)  # type: ignore[arg-type]
+        assert found.tolist() == expected.tolist()
+    scale = F.ValueScale().updated(12345.678, 12345.678**2 + 1, 0.9)
+    x = f32(12345.5, 12346.25)
+    assert scale.normalise(x).tolist() == pytest.approx([-0.178, 0.572], rel=1e-4)
+    assert F.moments(f32(1e4, 1e4 + 1e-3)).tolist()[1] == pytest.approx(1e8 + float(f32(1e4 + 1e-3)) ** 2, rel=1e-15)
+
+
 def with_rewards(data: dict[str, list[Tensor]], reward: float) -> dict[str, list[Tensor]]:
     return {**data, "reward": [f32(reward) for _ in data["reward"]]}
 

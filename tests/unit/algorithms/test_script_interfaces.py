@@ -290,9 +290,17 @@ def test_measuring_a_loss_changes_nothing(language_model: Any, context: Any) -> 
         assert stats["actor_loss"] == pytest.approx((-2 * (each[0].sum() + each[2].sum()).item(), 5.0))
         assert stats["mine"] == (2.0, parts)
     assert torch.equal(model.module.head.weight, before)
+    assert set(stats) == {"actor_loss", "mine"}
+    drawn = View((*ROLLOUT.columns, ("logprob", "logprob")))
+    with_logprob = Measure(view=drawn, model="actor", term=term(loss_function(loss)(), drawn))
+    stats = (
+        MeasureInterface(with_logprob).inference(model, rollouts(logprob=[x.detach() for x in each]), context()).stats
+    )
+    assert set(stats) == {"actor_loss", "mine"}
     nothing = rollouts(valid=[torch.zeros(1)] * 4)
     assert MeasureInterface(config).inference(model, nothing, context()).stats == {}
-    assert MeasureInterface(config).inference(model, batch, context(holds_outputs=False)).stats == {}
+    assert MeasureInterface(config).inference(model, nothing, context(holds_outputs=False)).stats == {}
+    assert MeasureInterface(with_logprob).inference(model, batch, context(holds_outputs=False)).stats == {}
 
 
 def test_two_losses_make_one_step(language_model: Any, context: Any) -> None:
@@ -419,6 +427,27 @@ def test_pairs_have_sums_of_logprobs(language_model: Any, context: Any) -> None:
     made = term(loss_function(preference)(), view, rows="pairs")
     stats = check_loss(language_model(), context, batch, made, expected)
     assert stats["actor_loss"][1] == 2.0
+
+
+def test_a_reduction_of_tokens_changes_nothing_for_pairs(language_model: Any, context: Any) -> None:
+    batch, view = pairs()
+    stats = [
+        update(language_model(), context, batch, term(loss_function(preference, reduction)(), view, rows="pairs"))
+        for reduction in (TOKEN_MEAN, SEQUENCE_MEAN)
+    ]
+    assert stats[0] == stats[1]
+
+    def reduced(chosen: Tensor, rejected: Tensor, batch: Batch) -> Any:
+        return (chosen - rejected).mean()
+
+    with pytest.raises(InterfaceError, match=r"reduced returned \[\], must be \[2\]: one number for each pair, not"):
+        update(language_model(), context, batch, term(loss_function(reduced)(), view, rows="pairs"))
+
+    def number(logprob: Tensor, batch: Batch) -> Any:
+        return 3.0
+
+    with pytest.raises(InterfaceError, match=r"number returned float, must be \[10\]: one number for each response to"):
+        update(language_model(), context, rollouts(), term(loss_function(number)()))
 
 
 def test_pairs_of_a_reward_model_have_scores(scalar_model: Any, context: Any) -> None:
