@@ -1,12 +1,15 @@
 """JSON lines that are whole, cut off, and damaged."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import pytest
 
 from realhf.base.files import BadContentError, decode_json
+from realhf.base.reading import lines_within
+from realhf.rundir import lines
 from realhf.rundir.lines import Lines, Tail, append_line, evaluation_line, read_lines, step_line
 
 
@@ -136,3 +139,26 @@ def test_a_line_has_what_its_readers_need() -> None:
             step_line(msgspec.json.encode(STEP | change))
     with pytest.raises(BadContentError):
         evaluation_line(b'{"accuracy":0.5}')
+
+
+def test_a_line_without_end_is_left_out_and_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def within(file: BinaryIO) -> Iterator[bytes | None]:
+        for line in lines_within(file, 100):
+            read.append(len(line or b""))
+            yield line
+
+    monkeypatch.setattr(lines, "lines_within", within)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + b"x" * 5000 + b'\n{"step": 2}\n')
+    found = read_lines(path, lambda line: decode_json(line, dict[str, int]))
+    assert found.values == [{"step": 1}, {"step": 2}]
+    assert "line 2: it has more than" in found.damaged[0]
+    assert max(read) <= 100
+    said: list[str] = []
+    tail = Tail(path, lambda line: decode_json(line, dict[str, int]), said.append)
+    with path.open("ab") as file:
+        file.write(b"y" * 5000 + b'\n{"step": 3}\n')
+    assert list(tail.read()) == [{"step": 3}]
+    assert len(said) == 1
