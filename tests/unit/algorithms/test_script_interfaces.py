@@ -293,14 +293,13 @@ def test_measuring_a_loss_changes_nothing(language_model: Any, context: Any) -> 
     assert set(stats) == {"actor_loss", "mine"}
     drawn = View((*ROLLOUT.columns, ("logprob", "logprob")))
     with_logprob = Measure(view=drawn, model="actor", term=term(loss_function(loss)(), drawn))
-    stats = (
-        MeasureInterface(with_logprob).inference(model, rollouts(logprob=[x.detach() for x in each]), context()).stats
-    )
+    drawn_batch = rollouts(logprob=[x.detach() for x in each])
+    stats = MeasureInterface(with_logprob).inference(model, drawn_batch, context()).stats
     assert set(stats) == {"actor_loss", "mine"}
     nothing = rollouts(valid=[torch.zeros(1)] * 4)
     assert MeasureInterface(config).inference(model, nothing, context()).stats == {}
     assert MeasureInterface(config).inference(model, nothing, context(holds_outputs=False)).stats == {}
-    assert MeasureInterface(with_logprob).inference(model, batch, context(holds_outputs=False)).stats == {}
+    assert MeasureInterface(with_logprob).inference(model, drawn_batch, context(holds_outputs=False)).stats == {}
 
 
 def test_two_losses_make_one_step(language_model: Any, context: Any) -> None:
