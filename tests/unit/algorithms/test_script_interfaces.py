@@ -386,6 +386,9 @@ def test_rows_of_every_kind_as_rollouts() -> None:
     assert again.ids == (8, 9)
     assert [x.item() for x in again.data["margin"]] == [0.5, 1.0]
     assert "seq" not in again.data
+    many = Batch((0, 1, 2, 3), {key: column * 2 for key, column in batch.data.items()})
+    assert pairs_of(as_rollouts(many, "pairs")).ids == (0, 1, 2, 3)
+    assert [x.item() for x in pairs_of(as_rollouts(many, "pairs")).data["margin"]] == [0.5, 1.0] * 2
     # A text without a prompt begins with a token that nothing predicts.
     tokens = [torch.tensor([5, 6, 7]), torch.tensor([1, 2, 3])]
     examples = Batch((0, 1), {"tokens": tokens, "prompt_length": [torch.tensor([0]), torch.tensor([2])]})
