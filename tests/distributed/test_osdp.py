@@ -237,6 +237,7 @@ def test_five_steps_are_those_of_one_process(name: str, two_ranks: list[dict[str
     check(DEFAULT[name], [rank[name] for rank in two_ranks])
 
 
+@pytest.mark.slow
 def test_five_steps_of_four_ranks() -> None:
     cases = {name: DEFAULT[name] for name in ("8 slices, recomputed by a backward pass within", "mixed")}
     outcomes = run_distributed(run_all, 4, 4, cases)

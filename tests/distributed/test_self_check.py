@@ -20,6 +20,7 @@ def all_checks(rank: int) -> dict[str, str]:
     return {name: check(rank, 4, CPU) for name, check in self_check.CHECKS.items()}
 
 
+@pytest.mark.slow
 def test_four_ranks_pass() -> None:
     first, *others = run_distributed(all_checks, 4)
     assert all(other == first for other in others)
@@ -93,6 +94,7 @@ def replaying(rank: int, wrong: bool) -> tuple[str, set[torch.dtype]]:
     return found, {capture.dtype for capture in captures if capture.replays}
 
 
+@pytest.mark.slow
 def test_graphs_are_checked_by_the_kernels_and_in_the_dtype_of_generation() -> None:
     for found, dtypes in run_distributed(replaying, 2, False):
         assert found.startswith("recorded, replayed, and as kernel by kernel (tp 2")

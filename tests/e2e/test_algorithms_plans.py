@@ -211,13 +211,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("algorithms"))
 
 
+# With rules of the reward, pairs, groups and two models: the others with the slow tests.
+QUICK = ("sft", "dpo", "ppo", "grpo")
 GRID = [(name, pattern) for name in JOBS for pattern in PATTERNS] + [(name, MIXED) for name in VARIANTS]
 
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [
-        pytest.param(name, pattern, marks=() if pattern == MIXED and name in JOBS else pytest.mark.slow)
+        pytest.param(name, pattern, marks=() if pattern == MIXED and name in QUICK else pytest.mark.slow)
         for name, pattern in GRID
     ],
 )

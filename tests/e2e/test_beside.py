@@ -101,7 +101,7 @@ def test_rules_run_while_other_calls_compute_with_the_same_result_under_every_pl
     ("kind", "plan", "texts"),
     [
         ("exception", ALONE, ["worker 0 failed in rule of step 2;", "ValueError: the rule is broken"]),
-        (
+        pytest.param(
             "nan",
             ALONE,
             [
@@ -109,11 +109,13 @@ def test_rules_run_while_other_calls_compute_with_the_same_result_under_every_pl
                 "rule: RuleInterface.inference",
                 "output 'score', sample 0, has nan at [0], must be finite",
             ],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "state",
             TWO,
             ["rule of step 2: worker", "leaves context.state['own']=", "all ranks have to compute the same"],
+            marks=pytest.mark.slow,
         ),
     ],
 )

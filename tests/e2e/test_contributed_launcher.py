@@ -98,6 +98,7 @@ def test_an_error_of_an_interface_is_raised_where_it_is(tmp_path: Path) -> None:
     assert (status.state, status.message.splitlines()[0]) == ("failed", "KeyError: 42")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_breakpoint_in_an_interface_opens_pdb(tmp_path: Path) -> None:
     words = command(*job(tmp_path, "breakpoint()"))
@@ -109,6 +110,7 @@ def test_a_breakpoint_in_an_interface_opens_pdb(tmp_path: Path) -> None:
     assert "(Pdb) 420\n" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     place = tmp_path / "reached"

@@ -69,11 +69,17 @@ def movers(run: FinishedRun) -> set[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("source", "taker", "moving"),
     [
-        pytest.param(at(0, dp=2, tp=2), at(0, dp=4), dict.fromkeys(range(4), "reallocation"), id="the same devices"),
+        pytest.param(
+            at(0, dp=2, tp=2),
+            at(0, dp=4),
+            dict.fromkeys(range(4), "reallocation"),
+            id="the same devices",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             at(0, tp=2), at(1, dp=2), {0: "sending", 1: "reallocation", 2: "reallocation"}, id="other devices"
         ),
-        pytest.param(at(0, tp=2), at(0, tp=2, micro_batches=2), {}, id="taken over"),
+        pytest.param(at(0, tp=2), at(0, tp=2, micro_batches=2), {}, id="taken over", marks=pytest.mark.slow),
     ],
 )
 def test_a_copy_of_a_copy_computes_the_same(
