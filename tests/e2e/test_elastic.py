@@ -60,6 +60,7 @@ def check_close(run: FinishedRun, whole: FinishedRun) -> None:
         assert torch.linalg.vector_norm(difference) < 1e-9, model
 
 
+@pytest.mark.slow
 def test_a_run_changes_to_a_better_plan(whole: FinishedRun, tmp_path: Path) -> None:
     """Actor and critic are trained on one device, one after the other, and take thousands of times what falsified
     predictions say: a plan that trains them side by side is far better. The fifteenth step waits for the search, so

@@ -35,7 +35,7 @@ class Tuned(sft.SFTExperiment):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Llama-3.1-8B"])
+@pytest.mark.parametrize("name", ["Qwen2.5-1.5B", pytest.param("Llama-3.1-8B", marks=pytest.mark.slow)])
 def test_the_model_of_a_run_opens_in_transformers(name: str, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / name)
     tokenizer = TextTokenizer(model)

@@ -24,6 +24,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_the_newest_checkpoint_that_is_whole(benchmarks: Any, tmp_path: Path) -> None:
     """In step 7 of 10, checkpoints after every second: the third is corrupted and a worker killed, at one moment."""
     fault = benchmarks("lib.fault_injection").Fault(

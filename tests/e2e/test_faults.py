@@ -168,7 +168,7 @@ def test_the_master_is_killed(start: StartRun) -> None:
     assert run.status["state"] == "failed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_command_is_told_to_end(number: signal.Signals, start: StartRun) -> None:
     run = start_ppo(start)
     run.process.send_signal(number)
@@ -187,6 +187,7 @@ def test_the_command_is_told_to_end(number: signal.Signals, start: StartRun) -> 
     assert run.status["step"] == (run.path / "metrics.jsonl").read_bytes().count(b"\n")
 
 
+@pytest.mark.slow
 def test_an_impatient_person_interrupts_twice(start: StartRun) -> None:
     run = start_ppo(start)
     run.find("realhf.worker", 0).suspend()  # it does not follow the first request
@@ -197,6 +198,7 @@ def test_an_impatient_person_interrupts_twice(start: StartRun) -> None:
     assert run.status["state"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_the_command_is_killed(start: StartRun) -> None:
     """Then nobody is left to say anything, and nobody is left."""
     run = start_ppo(start)
@@ -323,6 +325,7 @@ def test_an_interface_beside_the_experiment_raises(start: StartRun, tmp_path: Pa
     assert first_step["present"] == 2.0, "the step before went well, on both workers"
 
 
+@pytest.mark.slow
 def test_an_interface_returns_a_statistic_that_is_no_pair(start: StartRun, tmp_path: Path) -> None:
     line = 'return CallResult(stats={"present": 3.0})'
     run, interface = start_school(start, tmp_path, line)

@@ -18,6 +18,7 @@ def evaluations(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_fine_tuning_learns_to_sort(tmp_path: Path) -> None:
     """Random weights answer nothing right; with the seed, 33 % of the held-out prompts are right at the end. Other
     processors round otherwise, so half of that will do."""

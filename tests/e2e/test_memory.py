@@ -8,7 +8,14 @@ from realhf.dataflow.plan import load_plan
 from tests.e2e.runs import ROOT, finished
 
 
-@pytest.mark.parametrize(("dtype", "group"), [("bfloat16", 1), ("float32", 1), ("float32", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "group"),
+    [
+        pytest.param("bfloat16", 1, marks=pytest.mark.slow),
+        ("float32", 1),
+        pytest.param("float32", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_plan_that_is_said_to_fit_fits(tmp_path: Path, dtype: str, group: int) -> None:
     """GRPO with 4 million parameters, tp 2.
 

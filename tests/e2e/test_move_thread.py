@@ -125,6 +125,7 @@ def audited(tmp_path: Path) -> FinishedRun:
     return finished(tmp_path / "audited", tmp_path / "audited_ppo.py", *words, *patience, *COMMON)
 
 
+@pytest.mark.slow
 def test_a_model_is_sent_while_its_worker_computes_another_call(audited: FinishedRun, tmp_path: Path) -> None:
     plan = ExecutionPlan(num_devices=1, calls=dict.fromkeys(PPO_CALLS, HOME))
     alone = finished(tmp_path / "alone", "ppo", "--plan", str(save(plan, tmp_path / "one.json")), *COMMON)

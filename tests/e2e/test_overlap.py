@@ -22,7 +22,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_critic_trains_while_the_actor_generates_for_the_next_step(in_flight: int, tmp_path: Path) -> None:
     """Made sure on any machine: with two steps in flight, each of the two waits within its call until the other is in
     its own. With one step in flight nothing waits, and the one starts when the other has ended."""

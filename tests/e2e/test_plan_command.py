@@ -28,6 +28,7 @@ def realhf_plan(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_128_devices_are_compared(tmp_path: Path) -> None:
     printed = realhf_plan([*WORDS.split(), "--json", "out.json"], tmp_path)
     assert "16 x 8 h100" in printed

@@ -143,6 +143,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(reference: FinishedRun, plan: Path, t
     check_equal(finished(run_dir, JOB, "--resume"), reference)
 
 
+@pytest.mark.slow
 def test_a_detached_run_needs_no_terminal(reference: FinishedRun, plan: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     started = realhf("run", f"experiments/{JOB}.py", "--run-dir", run_dir, *COMMON, "--plan", plan, "--detach")

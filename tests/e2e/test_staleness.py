@@ -71,6 +71,7 @@ def test_rollouts_are_made_by_the_weights_before_the_last_update(tmp_path: Path)
     assert difference.abs().max() < 1e-9
 
 
+@pytest.mark.slow
 def test_a_plan_makes_rollouts_as_stale_as_an_experiment_that_asks_for_it(tmp_path: Path) -> None:
     """The oracle is the experiment's own staleness: the same rollouts and weights, which those of a plan without are
     not. The plan comes from a search that may choose it."""
@@ -191,6 +192,7 @@ def test_answers_run_ahead_of_training_by_the_staleness(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_three_steps_old_across_borders_and_a_resumption(tmp_path: Path) -> None:
     """At a border every second step no step is in flight, and what later steps will need is in the checkpoint. The run
     goes on in other layouts, with a copy that waits in host memory between its answers."""

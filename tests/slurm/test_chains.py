@@ -200,6 +200,7 @@ def test_nodes_that_the_login_node_does_not_know_are_planned_for_in_the_job(
     assert not run_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_is_an_array_that_is_compared(slurm_testbed: Testbed, small: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     done = realhf("run", SFT, *small, "--run-dir", folder, "--seeds", "2", *SLURM)

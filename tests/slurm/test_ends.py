@@ -56,6 +56,7 @@ def test_the_corrected_command_works_at_once_and_ends_with_the_code_of_its_task(
     assert attached.stderr == error
 
 
+@pytest.mark.slow
 def test_an_outside_scancel_is_told_once(slurm_testbed: Testbed, words: tuple[str | Path, ...], tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
     with output.open("wb") as file:

@@ -48,6 +48,7 @@ def check_equal(run: FinishedRun, reference: FinishedRun) -> None:
         assert torch.equal(run.parameters(model, config), reference.parameters(model, config)), model
 
 
+@pytest.mark.slow
 def test_three_hosts_give_the_bits_of_one(hosts: Hosts, tmp_path: Path) -> None:
     save_plan(THREE_HOSTS, tmp_path / "plan.json")
     small = ("--steps", "2", "--reference-eta", "0.1", "--plan", tmp_path / "plan.json")

@@ -205,6 +205,7 @@ def test_a_run_that_is_detached_is_only_submitted(
     assert realhf("attach", run_dir).returncode == 130
 
 
+@pytest.mark.slow
 def test_a_preempted_run_goes_on_to_the_same_end(held: Callable[..., HeldRun], reference: FinishedRun) -> None:
     one = held(*UNTIL_DONE)
     one.cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")

@@ -54,6 +54,7 @@ def user(tmp_path: Path) -> User:
     return User(tmp_path)
 
 
+@pytest.mark.slow
 def test_plans_take_what_the_nodes_have_measured(slurm_testbed: Testbed, user: User) -> None:
     done = user.realhf("profile", *SMALL, *ON_CPUS, "--gpus-per-node", "2", "--network-interface", "lo")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -106,6 +106,7 @@ def test_a_killed_worker_is_started_again_in_a_new_job(recovering: StartedRun, r
     assert "2 workers" in again["message"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_node_that_is_down(
     recovering: StartedRun, reference: FinishedRun, slurm_testbed: Testbed
 ) -> None:
