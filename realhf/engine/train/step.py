@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import Computation
@@ -34,12 +35,13 @@ def reaching(loss: Tensor, output: Tensor | Logits | WholeLogits) -> Tensor:
     before wait for a gradient, and ranks of `fully_shard` for one another.
     """
     head = output if isinstance(output, Tensor) else output.hidden if isinstance(output, Logits) else output.logits
-    waiting, seen = [loss.grad_fn], {None}
+    waiting: list[Node | None] = [loss.grad_fn]
+    seen: set[Node] = set()
     while waiting:
         node = waiting.pop()
         if node is head.grad_fn:
             return loss
-        if node not in seen and node is not None:
+        if node is not None and node not in seen:
             seen.add(node)
             waiting += [function for function, _ in node.next_functions]
     reached: Tensor = _Reached.apply(loss, head)
