@@ -90,9 +90,9 @@ def landlock_attributes(version: int) -> tuple[int, bytes]:
     return files, struct.pack(f"{len(fields)}Q", *fields)
 
 
-def confine_files(folder: str, readable: list[str]) -> None:
+def confine_files(folder: str, readable: list[str], *, version: int | None = None) -> None:
     """From now on: all of `folder`, reads below `readable` and the system's folders, and nothing else."""
-    handled, attributes = landlock_attributes(landlock_version())
+    handled, attributes = landlock_attributes(landlock_version() if version is None else version)
     ruleset = _check(_LIBC.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock")
     writable = handled & ~_EXECUTE
     for path, access in [(folder, writable), (_NULL, _READ_FILE | _WRITE_FILE)] + [
@@ -169,8 +169,11 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def confine(folder: str, readable: list[str], limits: dict[str, int]) -> None:
-    """All of it, for this process. Raises OSError for a feature that the kernel has and refuses."""
+def confine(folder: str, readable: list[str], limits: dict[str, int], *, has_child: bool = False) -> None:
+    """All of it, for this process. Raises OSError for a feature that the kernel has and refuses.
+
+    has_child: the kernel may signal its child, which is to end with it: Landlock's scope would prevent that.
+    """
     os.umask(0o077)
     _drop_capabilities()
     _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -178,8 +181,8 @@ def confine(folder: str, readable: list[str], limits: dict[str, int]) -> None:
         with contextlib.suppress(OSError):  # what_is_lacking has said so
             leave_network()
     set_limits(limits)
-    if landlock_version():
-        confine_files(folder, readable)
+    if version := landlock_version():
+        confine_files(folder, readable, version=min(version, _SCOPES_ABI - 1) if has_child else version)
     if has_call_filter():
         filter_calls()
 

@@ -51,7 +51,7 @@ def main(request_file: int, tests_file: int, outcomes_file: int) -> None:
             os._exit(0)
     os.close(to_program[0])
     os.close(to_tests[1])
-    confined.confine(folder, request["readable"], request["limits"])
+    confined.confine(folder, request["readable"], request["limits"], has_child=True)
     with open(tests_file, "rb") as file:
         tests = json.load(file)
     try:

@@ -5,21 +5,24 @@ Many attempts share one sandbox, since each costs the start of two processes.
 
 # ruff: noqa: E501 (programs on one line)
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import platform
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from realhf.base.errors import UserError
 from realhf.rewards import confined, sandbox, system_calls
 from realhf.rewards.sandbox import Limits, remove_tree, run_tests
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 LONG = Limits(time_s=PATIENCE_S)
 FILTERED = pytest.mark.skipif(not confined.has_call_filter(), reason="this kernel filters no system calls")
@@ -412,6 +415,25 @@ def test_outcomes_are_in_the_order_of_the_tests() -> None:
         ["SyntaxError: invalid syntax"],
         [],
     ]
+
+
+def test_a_sandbox_ends_with_its_worker() -> None:
+    """However that ends, and though the program never reads what the tests' process says."""
+    code = "from realhf.rewards.sandbox import *; run_tests('while True: pass', [''], Limits(time_s=3000))"
+    worker = psutil.Popen([sys.executable, "-c", code])
+    found: dict[int, psutil.Process] = {}
+
+    def has_program() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that only looks what the kernel grants
+            found.update({one.pid: one for one in worker.children(recursive=True)})
+            return any(one.cpu_times().user > 0.3 and not one.children() for one in found.values())
+        found.clear()
+        return False
+
+    wait_until(has_program)
+    worker.kill()
+    worker.wait()
+    wait_until(lambda: not any(one.is_running() and one.status() != "zombie" for one in found.values()))
 
 
 def test_limits() -> None:
