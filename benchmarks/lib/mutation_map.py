@@ -22,6 +22,7 @@ from typing import Any
 from lib.mutants import Mutant
 from lib.mutation_copies import python_of
 
+_PRELOADED = ("torch", "transformers", "xdist", "hypothesis", "numpy.testing")
 LEAST_LIMIT_S, LIMIT_FACTOR = 60.0, 20.0  # a test that takes longer hangs
 
 
@@ -126,7 +127,7 @@ class Worker:
     def __init__(self, copy: Path) -> None:
         self.copy = copy
         program = Path(__file__).with_name("mutation_process.py")
-        words = [str(python_of(copy)), "-P", str(program)]
+        words = [str(python_of(copy)), "-P", str(program), *_PRELOADED]
         self._process = subprocess.Popen(words, cwd=copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, **job: Any) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """A warm process that runs chosen tests in a child forked for each job: a program, fed with one JSON line a job.
 
-It has imported what takes long (torch, transformers, pytest) and nothing of realhf, so that a child imports the code as
-it is at that moment, with a mutation or without. A job's child and whatever that started is gone before the answer.
+It has imported what takes long (the modules that its words name) and nothing of realhf, so that a child imports the
+code as it is at that moment, with a mutation or without. A job's child and whatever that started is gone before the
+answer.
 """
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -30,10 +32,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-    import xdist  # noqa: F401
-
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     for line in sys.stdin:
         answers.write(json.dumps(_run(json.loads(line))) + "\n")
         answers.flush()
@@ -64,12 +64,12 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         _end(child)
         os.close(reader)
         shutil.rmtree(folder, ignore_errors=True)
-    killed_by = hung or next((name for name, test in tests.items() if test["outcome"] == "failed"), None)
+    killed_by = next((name for name, test in tests.items() if test["outcome"] == "failed"), hung)
     return {"tests": tests, "killed_by": killed_by}
 
 
 def _messages(reader: int, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """What the child says of each test; at last `hung`, if a test does not end."""
+    """What the child says of each test; at last `hung`, if a test does not end, or the process before it."""
     rest, current, deadline = b"", "importing the tests", time.monotonic() + _LIMIT_S
     while True:
         if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -77,15 +77,20 @@ def _messages(reader: int, limits: dict[str, float]) -> Iterator[dict[str, Any]]
             return
         data = os.read(reader, 1 << 20)
         if not data:
+            yield {"hung": f"{current} (the process ended)"}
             return
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
+            if "ends" in message:
+                if message["ends"] not in (0, 1, 5):
+                    yield {"hung": f"pytest (exit code {message['ends']})"}
+                return
             if "begins" in message:
                 current = message["begins"]
                 deadline = time.monotonic() + limits.get(current, _LIMIT_S)
             else:
-                deadline = time.monotonic() + _LIMIT_S
+                current, deadline = "after a test", time.monotonic() + _LIMIT_S
                 yield message
 
 
@@ -109,8 +114,7 @@ def _child(job: dict[str, Any], folder: str, writer: int) -> None:
         words = ["-p", "no:cacheprovider", "--tb=no", "--basetemp", f"{folder}/t", *(["-x"] if job["first"] else [])]
         os.dup2(1, 2)
         code = pytest.main([*words, *job["files"]], plugins=[plugin])
-        if code not in (0, 1, 5):
-            plugin.say(test=f"collecting {' '.join(job['files'])}", outcome="failed", seconds=0, fixtures={}, hits={})
+        plugin.say(ends=int(code))
     finally:
         os._exit(code)
 
@@ -175,6 +179,10 @@ class _Plugin:
         outcome = "failed" if self._failed else "skipped" if self._skipped else "passed"
         self.say(test=item.nodeid, outcome=outcome, seconds=seconds, fixtures=fixtures, hits=hits)
         return result
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # what it imports fails, most likely; pytest's exit code would be that of failed tests
+            self.say(test=f"importing {report.nodeid}", outcome="failed", seconds=0.0, fixtures={}, hits={})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._failed |= report.failed

@@ -132,6 +132,42 @@ def test_what_runs_is_noted_by_line(tmp_path: Path) -> None:
     assert ran("Box().fits(1, strict=False)") == {"if", "raise"}
 
 
+FILES = {
+    "test_good.py": "def test_a(): pass\ndef test_b(): pass\n",
+    "test_bad.py": "def test_a(): assert False\ndef test_b(): pass\n",
+    "test_broken.py": "import no_such_module\ndef test_a(): pass\n",
+    "test_hangs.py": "import time\ndef test_a(): time.sleep(10_000)\n",
+    "test_dies.py": "import os\ndef test_a(): os._exit(0)\n",
+}
+ENDS = {
+    "test_good.py": None,
+    "test_bad.py": "test_bad.py::test_a",
+    "test_broken.py": "importing test_broken.py",
+    "test_hangs.py": "test_hangs.py::test_a (time limit)",
+    "test_dies.py": "test_dies.py::test_a (the process ended)",
+}
+
+
+def test_whatever_keeps_a_test_from_passing_kills_a_mutant(tmp_path: Path) -> None:
+    """A failure, an import that fails, a hang, the end of the process."""
+    jobs = []
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+        limit_s = 0.5 if "hangs" in name else 600.0
+        tests = {f"{name}::test_a": limit_s, f"{name}::test_b": limit_s}
+        jobs.append(json.dumps({"files": [name], "tests": tests, "hits": None, "first": True}))
+    (tmp_path / "conftest.py").write_text(
+        "from hypothesis import settings\nsettings.register_profile('suite', settings.get_profile('default'))\n"
+    )
+    command = [sys.executable, "-P", str(ROOT / "benchmarks/lib/mutation_process.py"), "hypothesis", "xdist"]
+    text = "\n".join(jobs)
+    done = subprocess.run(command, cwd=tmp_path, input=text, capture_output=True, text=True, check=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["killed_by"] for answer in answers] == list(ENDS.values())
+    assert list(answers[0]["tests"]) == ["test_good.py::test_a", "test_good.py::test_b"]
+    assert list(answers[1]["tests"]) == ["test_bad.py::test_a"]  # nothing after the first failure
+
+
 def a_test(name: str, seconds: float, lines: list[int], **fixtures: float) -> Any:
     bits = sum(1 << line for line in lines)
     return maps.MappedTest(name=name, seconds=seconds, fixtures=fixtures, hits={"realhf/a.py": bits})
