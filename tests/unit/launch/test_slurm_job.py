@@ -1,0 +1,303 @@
+"""A SLURM job from its submission to its end, with a stand-in for the controller and for the clock."""
+
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.base.errors import RunError, UserError
+from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
+from realhf.launch.process import Job, ProcessSpec
+from realhf.launch.slurm import job as job_module
+from realhf.launch.slurm import submission
+from realhf.launch.slurm.job import SubmittedJob
+from realhf.launch.slurm.offer import Nodes, Offer
+from realhf.launch.slurm.script import SlurmOptions
+from realhf.launch.slurm.state import JobState
+from realhf.rundir.paths import RunDirectory
+
+OPTIONS = SlurmOptions(cpu_only=True, poll_interval_s=2.0, queue_timeout_s=100.0, controller_timeout_s=50.0)
+NODES = Nodes(partition="main", is_default=True, count=4, cpus=64, memory_mb=64_000)
+
+
+class Controller:
+    """What it says of job 17, what it was asked to do, and its clock. `after` is called at each look."""
+
+    def __init__(self) -> None:
+        self.state: JobState | None = JobState(name="PENDING", reason="Resources")
+        self.commands: list[tuple[str, ...]] = []
+        self.now_s = 1000.0
+        self.looks = 0
+        self.after: Callable[[], None] = lambda: None
+
+    def job_state(self, job: str) -> tuple[JobState | None, str]:
+        assert job == "17"
+        self.looks += 1
+        self.after()
+        return self.state, "no answer"
+
+    def command(self, *words: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        self.commands.append(words)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
+    made = Controller()
+    monkeypatch.setattr(job_module, "time", made)
+    monkeypatch.setattr(job_module, "job_state", made.job_state)
+    monkeypatch.setattr(job_module, "slurm_command", made.command)
+    monkeypatch.setattr(job_module, "submit", lambda options, job: "17")
+    monkeypatch.setattr(job_module, "ask", lambda: Offer(nodes=(NODES,)))
+    return made
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    processes = tuple(ProcessSpec(name=name, argv=("true",)) for name in ("master", "worker-0", "worker-1"))
+    made = Job(
+        directory=RunDirectory.create(tmp_path / "run"), processes=processes, workers_per_node=2, start_id="first"
+    )
+    made.exits.mkdir(parents=True)
+    return made
+
+
+def says(controller: Controller, name: str, **more: Any) -> None:
+    controller.state = JobState(name=name, **more)
+
+
+def left(job: Job, **codes: int) -> None:
+    for name, code in codes.items():
+        (job.exits / name.replace("_", "-")).write_text(f"{code}\n")
+
+
+def test_ends_are_told_once_as_tasks_note_them(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    assert submitted.poll() == []
+    left(job, worker_1=3)
+    assert submitted.poll() == [Exit(name="worker-1", returncode=3)]
+    assert submitted.poll() == []
+    left(job, worker_0=128 + signal.SIGKILL)
+    [end] = submitted.poll()
+    assert end == Exit(name="worker-0", returncode=UNKNOWN_RETURNCODE, note="ended by SLURM after worker-1 had failed")
+
+
+def test_a_task_that_was_killed_first_is_told_with_its_signal(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    left(job, worker_0=128 + signal.SIGSEGV)
+    assert submitted.poll() == [Exit(name="worker-0", returncode=-signal.SIGSEGV)]
+
+
+@pytest.mark.parametrize("code", [129, 192, 128, 193])
+def test_codes_that_tell_a_signal(controller: Controller, job: Job, code: int) -> None:
+    """Of 64 signals: 129 to 192."""
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    left(job, worker_0=code)
+    assert submitted.poll()[0].returncode == (128 - code if code in (129, 192) else code)
+
+
+def test_a_task_killed_because_the_job_ends_leaves_the_word_to_the_job(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    submitted.poll()
+    says(controller, "TIMEOUT", nodes="n1", exit_code="0:15")
+    left(job, worker_0=128 + signal.SIGTERM)
+    assert submitted.poll() == []  # it looks at once, though the last look is not two seconds old
+    controller.now_s += 1.9
+    assert submitted.poll() == []  # files of other nodes may come late
+    controller.now_s += 0.2
+    ends = submitted.poll()
+    assert [end.name for end in ends] == ["master", "worker-0", "worker-1"]
+    assert {(end.returncode, end.note) for end in ends} == {
+        (UNKNOWN_RETURNCODE, "job 17: TIMEOUT (exit code 0:15) on n1")
+    }
+    assert submitted.poll() == []
+
+
+def test_a_job_that_has_completed_ended_well(controller: Controller, job: Job) -> None:
+    submitted = SubmittedJob(OPTIONS, job)
+    says(controller, "COMPLETED")
+    submitted.poll()
+    controller.now_s += 2.0
+    assert {(end.returncode, end.note) for end in submitted.poll()} == {(0, "")}
+
+
+def test_the_controller_is_asked_at_its_interval(controller: Controller, job: Job) -> None:
+    submitted = SubmittedJob(OPTIONS, job)
+    for _ in range(10):
+        submitted.poll()
+        controller.now_s += 0.5
+    assert controller.looks == 3  # at 0, 2 and 4 of 5 seconds
+    assert submitted.status() == "job 17: PENDING (Resources)"
+    assert submitted.is_waiting
+
+
+def test_a_job_that_does_not_start_is_cancelled(controller: Controller, job: Job) -> None:
+    submitted = SubmittedJob(OPTIONS, job)
+    controller.now_s += 100.0
+    submitted.poll()
+    controller.now_s += 2.0
+    controller.after = lambda: says(controller, "CANCELLED") if controller.commands else None
+    message = r"the job did not start within 100 s and was cancelled; job 17: PENDING \(Resources\)"
+    with pytest.raises(RunError, match=message):
+        submitted.poll()
+    assert controller.commands == [("scancel", "17")]
+
+
+def test_a_job_may_wait_for_ever(controller: Controller, job: Job) -> None:
+    submitted = SubmittedJob(replace(OPTIONS, queue_timeout_s=None), job)
+    controller.now_s += 1e7
+    assert submitted.poll() == []
+    assert controller.commands == []
+
+
+def test_a_controller_that_is_silent_too_long_is_given_up(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    submitted.poll()
+    controller.state = None
+    controller.now_s += 50.0
+    assert submitted.poll() == []
+    controller.now_s += 2.0
+    with pytest.raises(RunError, match=r"has not answered for 50 s \(no answer\); job 17 may still run"):
+        submitted.poll()
+
+
+NEVER = ["PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "InvalidAccount", "InvalidQOS",
+         "AccountNotAllowed", "QOSNotAllowed", "QOSMaxCpuPerJobLimit", "AssocMaxNodePerJobLimit"]  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", NEVER)
+def test_a_job_that_can_never_run_is_cancelled_with_the_reason(controller: Controller, job: Job, reason: str) -> None:
+    submitted = SubmittedJob(OPTIONS, job)
+    says(controller, "PENDING", reason=reason)
+    controller.after = lambda: says(controller, "CANCELLED") if controller.commands else None
+    with pytest.raises(UserError, match=rf"SLURM refused the job: job 17: PENDING \({reason}\), cancelled"):
+        submitted.poll()
+    assert controller.commands == [("scancel", "17")]
+
+
+@pytest.mark.parametrize(
+    "reason", ["Resources", "Priority", "QOSMaxJobsPerUserLimit", "PartitionConfig", "JobHeldUser"]
+)
+def test_a_job_that_may_run_later_waits(controller: Controller, job: Job, reason: str) -> None:
+    submitted = SubmittedJob(OPTIONS, job)
+    says(controller, "PENDING", reason=reason)
+    assert submitted.poll() == []
+    assert controller.commands == []
+
+
+def test_a_partition_that_has_no_such_nodes_is_no_matter_of_time(controller: Controller, job: Job) -> None:
+    submitted = SubmittedJob(replace(OPTIONS, mem="900G"), job)
+    says(controller, "PENDING", reason="PartitionConfig")
+    controller.after = lambda: says(controller, "CANCELLED") if controller.commands else None
+    with pytest.raises(UserError, match="--mem 900G: partition main has"):
+        submitted.poll()
+
+
+def test_why_a_job_cannot_run_on_its_nodes(controller: Controller, job: Job) -> None:
+    submitted = SubmittedJob(OPTIONS, job)
+    says(controller, "FAILED", comment="realhf-directory:bjcK")  # n7
+    with pytest.raises(UserError, match=r"job 17 has ended: the run directory .* is not there on n7; all nodes"):
+        submitted.poll()
+
+
+def test_stopping_asks_then_kills_then_gives_up(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    began_s = controller.now_s
+    with pytest.raises(RunError, match=r"job 17: RUNNING after scancel; end it by hand: scancel 17"):
+        submitted.stop(grace_s=5.0)
+    assert controller.commands == [("scancel", "17"), ("scancel", "--signal=KILL", "--full", "17")]
+    assert controller.now_s - began_s == pytest.approx(5 + 300, abs=2)
+
+
+def test_a_job_whose_processes_have_ended_may_come_to_its_own_end(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    submitted.poll()
+    left(job, master=0, worker_0=0, worker_1=0)
+    assert [end.returncode for end in submitted.poll()] == [0, 0, 0]
+    assert submitted.poll() == []
+    controller.after = lambda: says(controller, "COMPLETED" if controller.now_s > 1030 else "COMPLETING")
+    submitted.stop(grace_s=5.0)
+    assert controller.commands == []  # it is not shown as cancelled
+
+
+def test_a_job_that_slurm_starts_once_more_has_new_ends(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    left(job, worker_0=0)
+    assert submitted.poll() == []  # it may have ended well to go on later: the master says so
+    left(job, worker_1=5)
+    assert [end.name for end in submitted.poll()] == ["worker-1"]
+    says(controller, "PENDING", restarts=1)
+    controller.now_s += 2.0
+    assert submitted.poll() == []  # what the first start has left counts no more
+    says(controller, "RUNNING", restarts=1)
+    (job.directory.exits / "second").mkdir()
+    job.directory.start.write_text("second\n")
+    (job.directory.exits / "second" / "worker-1").write_text("0\n")
+    (job.directory.exits / "second" / "master").write_text("0\n")
+    controller.now_s += 2.0
+    assert {(end.name, end.returncode) for end in submitted.poll()} == {("worker-1", 0), ("master", 0)}
+
+
+# --- submission
+
+
+class Slurm:
+    """Answers to sbatch and squeue; the words of all that was called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sbatch: tuple[int, str], squeue: str = "") -> None:
+        self.called: list[tuple[str, ...]] = []
+
+        def command(*words: str, **_: Any) -> subprocess.CompletedProcess[str]:
+            self.called.append(words)
+            code, text = sbatch if words[0] == "sbatch" else (0, squeue)
+            return subprocess.CompletedProcess(words, code, text if code == 0 else "", text if code else "")
+
+        monkeypatch.setattr(submission, "slurm_command", command)
+        monkeypatch.setattr(submission, "ask", lambda: Offer(nodes=(NODES,)))
+
+
+def test_a_job_is_submitted_with_a_script_of_its_own(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    left(job, worker_0=7)  # of an earlier start
+    slurm = Slurm(monkeypatch, (0, "17;cluster\n"))
+    assert submission.submit(OPTIONS, job) == "17"
+    assert slurm.called == [("sbatch", "--parsable", str(job.directory.script))]
+    assert job.directory.script.read_text().startswith("#!/bin/bash\n#SBATCH --job-name=realhf\n")
+    assert list(job.exits.iterdir()) == []
+
+
+def test_where_sbatch_does_not_print_a_number_the_queue_tells_it(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    slurm = Slurm(monkeypatch, (0, "ok\n"), f"16 /other\n17 {job.directory.script}\n")
+    assert submission.submit(OPTIONS, job) == "17"
+    assert [words[0] for words in slurm.called] == ["sbatch", "squeue"]
+    for queue in ("", f"17 {job.directory.script}\n18 {job.directory.script}\n"):
+        slurm = Slurm(monkeypatch, (0, "ok\n"), queue)
+        with pytest.raises(UserError, match="sbatch did not print the number of a job: ok") as error:
+            submission.submit(OPTIONS, job)
+        assert (("scancel", "17", "18") in slurm.called) is bool(queue)  # no job is left
+        assert getattr(error.value, "__notes__", []) == (
+            ["job 17, 18, submitted nevertheless, was cancelled"] if queue else []
+        )
+
+
+def test_what_slurm_refuses_is_said_with_what_the_cluster_has(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    Slurm(monkeypatch, (1, "sbatch: error: no\n"))
+    with pytest.raises(UserError, match=r"SLURM refused the job: sbatch: error: no\n--mem 900G: partition main has"):
+        submission.submit(replace(OPTIONS, mem="900G"), job)
