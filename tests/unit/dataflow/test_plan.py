@@ -25,7 +25,7 @@ from realhf.dataflow.plan import (
     updates_text,
 )
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from tests.unit.api.calls import TINY, call, ppo_graph, ruled_graph
+from tests.unit.api.calls import TINY, Nothing, call, ppo_graph, ruled_graph
 
 BATCH_SIZE = 16
 ALL = CallPlan(devices=(0, 4), dp=4)
@@ -420,6 +420,22 @@ def test_bounds_of_a_plan_that_just_fits() -> None:
     few = CallCompute(recomputation="full", recomputed_layers=-1)
     with pytest.raises(UserError, match="recomputed_layers=-1"):
         check_plan(with_call("actor_train_step", compute=few), GRAPH, BATCH_SIZE)
+
+
+def test_graphs_that_the_experiment_fixes_are_not_the_plan_s_to_choose() -> None:
+    class Fixed(Nothing):
+        decode_graphs = "off"
+
+    graph = DataflowGraph([call("m", GENERATE, ["x"], ["y"], interface_impl=Fixed())], ["x"])
+    for life, is_right in (("off", True), ("call", False)):
+        plan = ExecutionPlan(
+            num_devices=1, calls={"m_generate": CallPlan(devices=(0, 1), compute=CallCompute(decode_graphs=life))}
+        )
+        if is_right:
+            check_plan(plan, graph, 4)
+            continue
+        with pytest.raises(UserError, match="leave it open, and the experiment fixes decode_graphs='off'; leave it"):
+            check_plan(plan, graph, 4)
 
 
 def test_mini_batches_have_to_divide_the_batch() -> None:

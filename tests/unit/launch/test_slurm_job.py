@@ -1,5 +1,6 @@
 """A SLURM job from its submission to its end, with a stand-in for the controller and for the clock."""
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -254,6 +255,30 @@ def test_a_job_that_slurm_starts_once_more_has_new_ends(controller: Controller, 
     (job.directory.exits / "second" / "master").write_text("0\n")
     controller.now_s += 2.0
     assert {(end.name, end.returncode) for end in submitted.poll()} == {("worker-1", 0), ("master", 0)}
+
+
+def test_ends_are_told_in_the_order_in_which_tasks_noted_them(controller: Controller, job: Job) -> None:
+    """The first that failed is the likelier cause."""
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    left(job, master=1, worker_0=2, worker_1=3)
+    for name, noted_s in (("worker-1", 10), ("master", 20), ("worker-0", 30)):
+        os.utime(job.exits / name, (noted_s, noted_s))
+    assert [(end.name, end.returncode) for end in submitted.poll()] == [("worker-1", 3), ("master", 1), ("worker-0", 2)]
+
+
+def test_a_job_that_was_submitted_before_is_taken_up_where_it_is(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING", restarts=1)
+    submitted = SubmittedJob(OPTIONS, job, "17")
+    assert submitted.status() == "job 17: RUNNING"
+    left(job, worker_0=3)
+    assert submitted.poll() == [Exit(name="worker-0", returncode=3)]  # of its present start, which is its second
+    says(controller, "PENDING", restarts=2)
+    waiting = SubmittedJob(OPTIONS, job, "17")
+    assert waiting.is_waiting
+    assert waiting.poll() == []  # what there is, is of the start before
+    controller.state = None
+    assert SubmittedJob(OPTIONS, job, "17").is_waiting  # until the controller answers
 
 
 # --- submission
