@@ -99,6 +99,21 @@ def test_a_task_that_slurm_has_forgotten_is_over(monkeypatch: pytest.MonkeyPatch
     assert found.is_over
 
 
+def test_a_question_has_the_deadline_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`realhf status` does not wait a minute for a controller that is away."""
+    asked: list[float] = []
+
+    def command(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        asked.append(timeout_s)
+        return subprocess.CompletedProcess(words, 0, RUNNING, "")
+
+    monkeypatch.setattr(state_module, "slurm_command", command)
+    job_state("1", timeout_s=3.0)
+    job_state("1")
+    assert asked == [3.0, 60.0]
+    assert JobState(name="PENDING").restarts == 0
+
+
 def answered(monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:
     """Has SLURM's commands print a text."""
     monkeypatch.setattr(
