@@ -97,6 +97,31 @@ def test_room_and_lost_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert launcher.place(0) is None
 
 
+def test_a_job_is_stopped_or_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Submitted:
+        id, is_waiting = "17", True
+
+        def __init__(self, options: SlurmOptions, job: Job, job_id: str = "") -> None: ...
+
+        def stop(self, grace_s: float) -> None:
+            graces_s.append(grace_s)
+
+        def status(self) -> str:
+            return "job 17: PENDING"
+
+    graces_s: list[float] = []
+    monkeypatch.setattr(launcher_module, "SubmittedJob", Submitted)
+    launcher = SlurmLauncher(SlurmOptions(cpu_only=True))
+    launcher.stop(grace_s=1.0)  # nothing was started
+    assert (launcher.job_id(), launcher.status(), launcher.is_waiting(), launcher.poll()) == ("", "", False, [])
+    launcher.start(job(tmp_path / "run"))
+    assert (launcher.job_id(), launcher.status(), launcher.is_waiting()) == ("17", "job 17: PENDING", True)
+    launcher.stop(grace_s=3.0)
+    launcher.leave()
+    launcher.stop(grace_s=4.0)
+    assert graces_s == [3.0]
+
+
 def test_workers_have_their_share_of_the_cpus_where_there_are_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -168,6 +168,7 @@ def test_gpus_of_a_node_where_all_that_have_any_have_as_many() -> None:
     mixed = Nodes(partition="main", is_default=True, count=1, cpus=8, memory_mb=1, gpus={"a": 2, "b": 1})
     none = replace(mixed, gpus={})
     assert Offer(nodes=(mixed, none)).gpus_per_node(None, None) == 3
+    assert Offer(nodes=(mixed, none)).gpus_per_node(None, "a") == 2
     assert Offer(nodes=(mixed, none)).cpus_per_gpu(None, None) == 2  # one of eight is the master's
 
 

@@ -101,6 +101,15 @@ def test_a_task_that_was_killed_first_is_told_with_its_signal(controller: Contro
     assert submitted.poll() == [Exit(name="worker-0", returncode=-signal.SIGSEGV)]
 
 
+def test_a_process_that_ended_well_is_no_first_failure(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    left(job, master=0)
+    submitted.poll()
+    left(job, worker_0=128 + signal.SIGKILL)
+    assert submitted.poll() == [Exit(name="worker-0", returncode=-signal.SIGKILL)]
+
+
 @pytest.mark.parametrize("code", [129, 192, 128, 193])
 def test_codes_that_tell_a_signal(controller: Controller, job: Job, code: int) -> None:
     """Of 64 signals: 129 to 192."""
