@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.markup import escape
 from rich.table import Table
 
 from realhf.cli.output import Output, table_of
@@ -50,7 +49,7 @@ def constants_table(found: MeasuredConstants, described: Hardware, asked: Sequen
     for name, constant in found.constants.items():
         if measurement_of(name) in asked:
             before = f"{constant_of(described, name):.3g}" if is_constant(described, name) else "-"
-            table.add_row(escape(name), f"{constant.value:.3g}", f"{constant.spread:.0%}", before)
+            table.add_row(name, f"{constant.value:.3g}", f"{constant.spread:.0%}", before)
     return table
 
 
