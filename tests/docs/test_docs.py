@@ -84,6 +84,8 @@ TAKES_LONG = (
     "realhf plan experiments/ppo.py --cluster h100-8x8 --actor llama3-70b --critic llama3-7b --compare ",
     "realhf plan experiments/ppo.py --num-workers 2 --batch-size 8 --ppo.max-new-tokens 128 --staleness-up-to 2",
     "realhf profile ",
+    "realhf doctor",
+    "realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output h100.json",
     "realhf run counted.py ",
     "realhf plan experiments/ppo.py --cluster h100-4x8 --actor llama3-7b --critic llama3-7b --new-tokens 4096 ",
     "torchrun ",

@@ -1,5 +1,7 @@
 """Starting real runs from tests, and reading what they left."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from realhf import cli
 from realhf.architecture.model import DecoderConfig
 from realhf.data.sort_task import SORT_MODEL
 from realhf.engine.build import initial_value
@@ -73,6 +76,17 @@ def realhf(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """One `realhf` command from the checkout's root, its output captured."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # for interfaces that import from tests
     return subprocess.run(command(*words), cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def realhf_here(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """As `realhf`, in this process: for commands that start no others, without the seconds that one takes to begin."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main([str(word) for word in words])
+        except SystemExit as ended:  # by the parser of options
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def finished(run_dir: Path, experiment: str | Path, *words: str | Path) -> FinishedRun:

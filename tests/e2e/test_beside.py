@@ -130,7 +130,8 @@ def test_what_a_rule_does_wrong_ends_the_run_and_is_named(
     assert all(text in done.stderr for text in texts), done.stderr
 
 
-@pytest.mark.parametrize("resumed_under", [TWO, pytest.param(ALONE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed_under", [TWO, ALONE])
 def test_numbers_that_a_call_keeps_go_on_after_a_resume(resumed_under: ExecutionPlan, tmp_path: Path) -> None:
     """The mean of all steps so far, which the scores of each step are measured against, and training by them: bit for
     bit under the same plan, and the scores also under another with more workers."""

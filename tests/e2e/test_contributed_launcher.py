@@ -88,6 +88,7 @@ def job(folder: Path, statement: str) -> list[str | Path]:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_an_error_of_an_interface_is_raised_where_it_is(tmp_path: Path) -> None:
     done = realhf(*job(tmp_path, "raise KeyError(found)"))
     assert done.returncode == 1

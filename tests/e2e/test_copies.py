@@ -159,6 +159,7 @@ class LookInterface(PPOReferenceInterface):
 """
 
 
+@pytest.mark.slow
 def test_a_frozen_models_copies_over_steps_that_overlap(tmp_path: Path) -> None:
     """One that is moved and one that is taken over, of the same copy; three steps in flight."""
     (tmp_path / "looking_ppo.py").write_text(EXPERIMENT)

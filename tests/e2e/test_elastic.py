@@ -11,7 +11,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
 from tests.e2e.runs import FinishedRun, finished
 from tests.e2e.test_resume import JOB, LOSSES, MODELS, TWO, as_after_two_steps
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 18  # so many that drift is seen, and time is left to change the plan
 TRAININGS = ("actor_train_step", "critic_train_step")
@@ -60,7 +60,6 @@ def check_close(run: FinishedRun, whole: FinishedRun) -> None:
         assert torch.linalg.vector_norm(difference) < 1e-9, model
 
 
-@pytest.mark.slow
 def test_a_run_changes_to_a_better_plan(whole: FinishedRun, tmp_path: Path) -> None:
     """Actor and critic are trained on one device, one after the other, and take thousands of times what falsified
     predictions say: a plan that trains them side by side is far better. The fifteenth step waits for the search, so

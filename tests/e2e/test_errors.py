@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from realhf.machine.gpus import count_gpus
-from tests.e2e.runs import ROOT, realhf
+from tests.e2e.runs import ROOT, realhf, realhf_here
 
 PLAN = ROOT / "tests/plans/single.json"
 
@@ -20,7 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Made by the first command that needs it, as for a user.
     folder = tmp_path_factory.mktemp("data") / "sort"
     words = ("--data-dir", folder, "--num-workers", "1", "--evaluations", "100")
-    assert realhf("plan", "experiments/ppo.py", *words).returncode == 0
+    assert realhf_here("plan", "experiments/ppo.py", *words).returncode == 0
     assert (folder / "prompts.jsonl").is_file()
     return folder
 
@@ -32,7 +32,7 @@ def broken(data: Path, tmp_path: Path) -> Path:
 
 def refused(run_dir: Path, experiment: str | Path, *words: str | Path) -> str:
     """The one paragraph with which `realhf run` refuses; checks that it leaves nothing behind."""
-    done = realhf("run", experiment, "--run-dir", run_dir, *words)
+    done = realhf_here("run", experiment, "--run-dir", run_dir, *words)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr

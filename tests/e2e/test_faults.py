@@ -215,6 +215,7 @@ def test_the_command_is_told_to_end_while_it_starts(start: StartRun) -> None:
     assert run.status["state"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_worker_is_stuck(start: StartRun) -> None:
     """Its peer runs into the same time limit, waiting for it; the blame is the stuck one's."""
     run = start_ppo(
@@ -342,6 +343,7 @@ def test_an_interface_returns_a_statistic_that_is_no_pair(start: StartRun, tmp_p
     )
 
 
+@pytest.mark.slow
 def test_an_interface_ends_its_process(start: StartRun, tmp_path: Path) -> None:
     """The other worker waits for it in a collective, and says that its peer is gone."""
     run, _ = start_school(start, tmp_path, "os._exit(7)")

@@ -43,7 +43,7 @@ PLANS = {
     "tp2": alike(tp=2),
     "pp2": alike(pp=2, micro_batches=2),
 }
-BY_DEFAULT = ("dp4", "mixed")
+BY_DEFAULT = ("mixed",)
 
 
 def run_plan(folder: Path, plan: ExecutionPlan, *words: object) -> FinishedRun:
