@@ -137,6 +137,7 @@ def test_a_search_recomputes_where_memory_is_short_and_the_run_computes_the_same
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_search_shards_operators_where_memory_is_short_and_the_run_computes_the_same(tmp_path: Path) -> None:
     """The critic has one layer and one head, which data parallelism alone divides: as ZeRO-1 it does not fit."""
     quickly_finished(tmp_path / "sft", "sft", "--num-workers", "1", "--steps", "1", "--no-evaluate", *SMALL[2:])

@@ -109,6 +109,7 @@ def last_step(message: str, found: list[tuple[str, int]]) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(reference: FinishedRun, plan: Path, tmp_path: Path) -> None:
     """It ends by `realhf stop` from elsewhere, after the steps that had begun, with a checkpoint that was not due."""
     fault, run_dir, output = tmp_path / "fault", tmp_path / "run", tmp_path / "output.txt"

@@ -91,6 +91,7 @@ def test_an_algorithm_in_one_file_with_other_plans_and_resumed(data: Path, tmp_p
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_fine_tuning_is_that_of_the_declared_experiment(data: Path, tmp_path: Path) -> None:
     words = (*SMALL, "--dtype", "float64", "--steps", "2", "--num-workers", "1")
     files = ("--data", str(data / "sft.jsonl"), "--tokenizer", str(data / "tokenizer.json"))

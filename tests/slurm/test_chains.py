@@ -71,6 +71,7 @@ def shown(cluster: Testbed, run_dir: Path) -> str:
     return cluster.run("scontrol", "show", "job", "-o", job_of(run_dir)).stdout
 
 
+@pytest.mark.slow
 def test_a_chain_is_what_its_stages_are_by_hand(slurm_testbed: Testbed, small: tuple[str, ...], tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     words = (SFT, *small, "--run-dir", first, *SLURM, "--then", SFT, *small, "--model", first, "--run-dir", second)

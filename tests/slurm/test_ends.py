@@ -30,6 +30,7 @@ def words(tmp_path: Path) -> tuple[str | Path, ...]:
     return ("run", tmp_path / "failing.py", "--run-dir", tmp_path / "run", *data, *SLURM)
 
 
+@pytest.mark.slow
 def test_the_corrected_command_works_at_once_and_ends_with_the_code_of_its_task(
     slurm_testbed: Testbed, words: tuple[str | Path, ...], tmp_path: Path
 ) -> None:

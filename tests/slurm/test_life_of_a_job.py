@@ -159,6 +159,7 @@ def test_at_the_notice_the_run_saves_and_its_job_starts_once_more(
     one.check_end(reference)
 
 
+@pytest.mark.slow
 def test_it_needs_no_launching_process_for_that(held: Callable[..., HeldRun], reference: FinishedRun) -> None:
     one = held(*UNTIL_DONE)
     one.run.process.send_signal(signal.SIGKILL)

@@ -86,6 +86,7 @@ def test_slurm_gives_the_local_launchers_metrics(slurm_testbed: Testbed, tmp_pat
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_workers_that_torch_shows_no_gpu_say_so(slurm_testbed: Testbed, tmp_path: Path) -> None:
     """Those that SLURM gives them here are none that CUDA knows."""
     words = ("run", "experiments/ppo.py", "--run-dir", tmp_path / "run", *ON_GPUS, "--hardware", "h100", *SMALL)

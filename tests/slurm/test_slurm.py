@@ -165,6 +165,7 @@ def test_a_program_that_is_missing_is_the_process_s_end(make: Make, directory: R
     assert "/no/such/program" in directory.log(first.name).read_text()
 
 
+@pytest.mark.slow
 def test_a_job_that_someone_cancels_is_told(make: Make, slurm_testbed: Testbed, directory: RunDirectory) -> None:
     launcher = make()
     # They ignore SIGTERM, so they are killed.

@@ -180,6 +180,7 @@ def test_a_model_is_priced_as_its_setup_says() -> None:
     assert needs[()]["critic_train_step"] == needs["no-recomputation",]["critic_train_step"]
 
 
+@pytest.mark.slow
 def test_what_if_the_engine_had_other_features(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ON_8, "--features", "", "--json", "own.json"]) == 0
     assert "what if" not in capsys.readouterr().out
@@ -210,6 +211,7 @@ def test_clusters_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["h200-1x8"]["plans"][0]["feasible"]
 
 
+@pytest.mark.slow
 def test_stale_rollouts_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ON_8, "--staleness", "0,1", "--json", "out.json"]) == 0
     assert "fastest plan found generates and trains on devices of their own" in capsys.readouterr().out
@@ -220,6 +222,7 @@ def test_stale_rollouts_side_by_side(capsys: pytest.CaptureFixture[str]) -> None
     assert (fresh["plan"]["max_steps_in_flight"], stale["plan"]["max_steps_in_flight"]) == (2, 3)
 
 
+@pytest.mark.slow
 def test_a_cluster_file_and_longer_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text("groups: [{hardware: h200, nodes: 1, devices_per_node: 8}]")
     assert main([*WHAT_IF, "--cluster", "mine.yaml", "--json", "short.json"]) == 0
@@ -240,6 +243,7 @@ def test_one_model_by_name_and_from_a_file(capsys: pytest.CaptureFixture[str]) -
     assert models["critic"]["num_layers"] == 32
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     small = [*WHAT_IF, "--memory-gb", "24"]
     assert main([*small, "--cluster", "h100-1x2"]) == 2

@@ -90,6 +90,7 @@ def test_what_is_refused(monkeypatch):
         megatron_check.check_megatron(tiny(), one, "cuda")
 
 
+@pytest.mark.slow
 def test_nothing_loads_it_unless_asked():
     code = """
 import importlib, pkgutil, sys, realhf
