@@ -106,6 +106,7 @@ class Outcome:
 
 
 def run_all(rank: int, cases: dict[str, Case]) -> dict[str, Outcome]:
+    gc.freeze()  # what a rank begins with is not looked through again
     table = GroupTable([case.layout for case in cases.values()], rank)
     return {
         name: run_both(
