@@ -231,7 +231,7 @@ def test_a_row_with_a_strategy_of_its_own() -> None:
 
 
 def test_broken_tables(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no tables of measured step times"):
+    with pytest.raises(UserError, match="cannot read the list of measured tables"):
         load_tables(tmp_path / "none.yaml")
     rows = msgspec.yaml.decode(TABLES_FILE.read_bytes())
     del rows[0]["batch_size"]
