@@ -29,6 +29,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TESTS)
+@pytest.mark.slow
 def test_cpp(name: str, objects: Path, tmp_path: Path) -> None:
     parts = [str(path) for path in sorted(objects.glob("*.o")) if path.stem not in TESTS or path.stem == name]
     subprocess.run(["g++", *FLAGS, *parts, "-o", str(tmp_path / name)], check=True)

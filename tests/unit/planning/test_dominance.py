@@ -148,6 +148,7 @@ def plans_of_all_options(draw: st.DrawFn) -> tuple[PlanningTask, dict[str, Optio
 
 @given(plans_of_all_options())
 @hypothesis_settings(max_examples=50, deadline=None)
+@pytest.mark.slow
 def test_a_plan_of_what_is_kept_is_as_good(case: tuple[PlanningTask, dict[str, Option]]) -> None:
     """For any plan there is one of kept options that needs no more memory on any device, and takes no longer in the
     same order."""

@@ -80,6 +80,7 @@ def test_a_draw_is_the_prediction_with_its_constants(seed: int) -> None:
 
 @settings(max_examples=20)
 @given(seeds, st.sampled_from([CPU, H100]))
+@pytest.mark.slow
 def test_intervals_contain_the_prediction_and_widen_with_the_spread(seed: int, hardware: Hardware) -> None:
     of = task(hardware)
     prediction = predict(of, random_plan(of, seed))
@@ -146,7 +147,10 @@ def test_an_interval_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "where", "measurement", "words"),
-    [(1, "intra_node", "links", "--only links"), (2, "inter_node", "network", "--launcher slurm --only network")],
+    [
+        (1, "intra_node", "links", "--only links"),
+        pytest.param(2, "inter_node", "network", "--launcher slurm --only network", marks=pytest.mark.slow),
+    ],
 )
 def test_a_plan_that_hinges_on_a_link(nodes: int, where: str, measurement: str, words: str) -> None:
     """Two plans that differ in what they send: a link that may be ten times slower or faster decides."""

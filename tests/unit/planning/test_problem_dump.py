@@ -57,6 +57,7 @@ def test_every_plan_costs_what_the_planner_says(staleness: int, in_flight: int, 
     assert found.evaluate(plan)["peak_bytes"] == max(need.peak_bytes for need in device_needs(problem, plan))
 
 
+@pytest.mark.slow
 def test_a_solved_file_is_the_planners_plan(tmp_path: Path) -> None:
     problem, _ = planned(staleness=1, in_flight=3)
     (tmp_path / "problem.json").write_bytes(problem_bytes(PlannedFile.of(problem)))

@@ -122,6 +122,7 @@ def test_priors_are_what_keeps_the_worst_row_off(script: ModuleType) -> None:
     assert found.flops("bfloat16") < 0.85 * H100.flops("bfloat16")
 
 
+@pytest.mark.slow
 def test_the_stored_constants_are_those_of_the_script(script: ModuleType) -> None:
     fitted = script.calibrated(TABLES, H100)
     assert fitted == H100
