@@ -204,7 +204,7 @@ def _plain_node(value: Any, cls: type) -> Any:
     if _is_of(cls, "fractions", "Fraction"):
         return ["plain", "fraction", hex(value.numerator), hex(value.denominator)]
     if cls in (datetime.datetime, datetime.date, datetime.time):
-        return ["plain", cls.__name__, value.isoformat()]
+        return ["plain", cls.__name__, value.isoformat(), getattr(value, "fold", 0)]
     if cls is datetime.timedelta:
         return ["plain", "timedelta", value.days, value.seconds, value.microseconds]
     if isinstance(value, types.ModuleType):
@@ -242,8 +242,10 @@ def _plain_value(kind: str, parts: list[Any]) -> Any:
             return importlib.import_module("decimal").Decimal(text)
         case "fraction", [str(top), str(bottom)]:
             return importlib.import_module("fractions").Fraction(int(top, 16), int(bottom, 16))
-        case (("datetime" | "date" | "time"), [str(text)]):
-            return getattr(datetime, kind).fromisoformat(text)
+        case "date", [str(text), 0]:
+            return datetime.date.fromisoformat(text)
+        case (("datetime" | "time"), [str(text), int(fold)]):
+            return getattr(datetime, kind).fromisoformat(text).replace(fold=fold)
         case "timedelta", [int(days), int(seconds), int(micros)]:
             return datetime.timedelta(days, seconds, micros)
         case "module", [str(name)]:

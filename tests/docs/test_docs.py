@@ -86,7 +86,6 @@ TAKES_LONG = (
     "realhf profile ",
     "realhf doctor",
     "realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output h100.json",
-    "realhf run counted.py ",
     "realhf plan experiments/ppo.py --cluster h100-4x8 --actor llama3-7b --critic llama3-7b --new-tokens 4096 ",
     "torchrun ",
 )
