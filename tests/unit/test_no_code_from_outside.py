@@ -57,8 +57,8 @@ MAY_IMPORT_BY_NAME = {
     "realhf/models/attention_kernels.py",
     "realhf/worker/interfaces.py",
 }
-# Within the sandbox of unit tests these execute programs of models and their tests, name modules to each other, and hold
-# nothing else (docs/rewards.md).
+# Within the sandbox of unit tests these execute programs of models and their tests, and name modules to each other
+# (docs/rewards.md).
 IN_THE_SANDBOX = {"realhf/rewards/program.py", "realhf/rewards/tests_of_program.py", "realhf/rewards/wire.py"}
 CAN_NAME = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 
