@@ -67,6 +67,7 @@ def test_the_same_numbers(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_an_algorithm_in_one_file_with_other_plans_and_resumed(data: Path, tmp_path: Path) -> None:
     script = ROOT / "tests/e2e/reinforce_script.py"
     words = (*options(data), *SMALL, "--dtype", "float64", "--mini-batches", "2", "--record", "seq")

@@ -48,6 +48,7 @@ def run(tmp_path: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_run_or_is_counted(tmp_path: Path) -> None:
     code, text = run(tmp_path, "--functions", "broken")
     assert code == 1

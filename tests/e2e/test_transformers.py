@@ -80,6 +80,7 @@ def initial(directory: Path, config: TransformersConfig) -> torch.Tensor:
     return torch.cat([found[spec.name].detach().flatten() for spec in decoder_parameters(config)])
 
 
+@pytest.mark.slow
 def test_the_actor_goes_out_to_transformers(alone: FinishedRun, directory: Path, tmp_path: Path) -> None:
     config = transformers_model(directory)
     done = realhf("convert", alone.path / "checkpoints/latest/actor", tmp_path / "actor", "--like", directory)

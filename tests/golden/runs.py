@@ -51,9 +51,7 @@ class GoldenRun:
 MODELS = ["actor", "reference", "reward", "critic"]
 RUNS: dict[str, GoldenRun] = {
     "sft_searched": GoldenRun(words=f"{SFT} {SEARCH}", replan_s=0.5, slow=False),
-    "ppo_interleaved_sharded": GoldenRun(
-        words=f"{PPO} {DRAWN} --compute.data-parallel fsdp", given="miniature", slow=False
-    ),
+    "ppo_interleaved_sharded": GoldenRun(words=f"{PPO} {DRAWN} --compute.data-parallel fsdp", given="miniature"),
     "ppo_stale_following": GoldenRun(words=f"{PPO} {DRAWN} {SEARCH} --staleness 1 --reference-eta 0.3", slow=False),
     "reward_searched": GoldenRun(words=f"{REWARD} {SEARCH} --no-evaluate --record sample"),
     "ppo_one_worker": GoldenRun(words=f"{PPO} {DRAWN}", given="single"),

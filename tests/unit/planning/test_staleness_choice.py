@@ -97,6 +97,7 @@ def test_the_rationale_says_what_it_is_worth(chosen: tuple[PlanningTask, Executi
         assert without_s > plan.predicted_step_s * (1 + WORTH_STALENESS)
 
 
+@pytest.mark.slow
 def test_rollouts_stay_fresh_where_older_weights_gain_nothing() -> None:
     result = search_for(SHORT, open_task(SHORT), BUDGET)
     assert result.plan.staleness == 0

@@ -78,7 +78,7 @@ def check(plan: ReallocationPlan, state: dict[str, np.ndarray], source: Boxes, t
     assert plan.lower_bound_bytes == sum(lacked.values()) == sum(plan.sent_bytes.values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_layout_to_any_layout(data: st.DataObject) -> None:
     model = data.draw(models())
@@ -122,7 +122,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     return Box("p", offset, tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_boxes_of_no_layout(data: st.DataObject) -> None:
     """Sources that overlap in part, targets anywhere, one, two and three dimensions."""

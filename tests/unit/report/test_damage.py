@@ -149,7 +149,13 @@ def words(directory: RunDirectory) -> list[str]:
     return ["experiments/ppo.py", "--plan", "tests/plans/single.json", "--run-dir", str(directory.path)]
 
 
-@pytest.mark.parametrize("file", RESUMED)
+# Each of them is read a second time in a run that goes on: two by default.
+OFTEN = ("metrics.jsonl", "checkpoints/step-4/run.json")
+
+
+@pytest.mark.parametrize(
+    "file", [file if file in OFTEN else pytest.param(file, marks=pytest.mark.slow) for file in RESUMED]
+)
 def test_a_run_goes_on_or_says_why_not(
     file: str, resumed: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
