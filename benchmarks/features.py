@@ -23,6 +23,7 @@ from unittest import mock
 
 import msgspec
 from lib.common import argument_parser, case, finish, realhf
+from lib.pages import RUNS
 
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallCompute, ExecutionPlan, load_plan, save_plan
@@ -39,28 +40,8 @@ from realhf.planning.what_if import WhatIf
 from realhf.rundir.lines import read_lines, step_line
 
 MEASURES = (
-    "realhf/algorithms/functional",
-    "realhf/algorithms/ppo",
+    *RUNS,
     "realhf/algorithms/reward",
-    "realhf/cpu",
-    "realhf/dataflow",
-    "realhf/engine",
-    ":!realhf/engine/megatron_*.py",
-    ":!realhf/engine/transformers_backend.py",
-    "realhf/geometry",
-    "realhf/master",
-    "realhf/models",
-    "realhf/parallel",
-    "realhf/planning",
-    ":!realhf/planning/explain",
-    ":!realhf/planning/mapping.py",
-    ":!realhf/planning/osdp.py",
-    ":!realhf/planning/what_if.py",
-    "realhf/profiling",
-    "realhf/realloc",
-    "realhf/transport",
-    "realhf/worker",
-    "csrc",
     "experiments/ppo.py",
     "benchmarks/jobs/features_job.py",
     "benchmarks/jobs/features_rollouts_job.py",

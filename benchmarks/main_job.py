@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from lib.common import case, finish, parse_arguments, realhf
+from lib.pages import RUNS
 
 from realhf.api import ExecutionPlan, save_plan
 from realhf.planning.here import CPU
@@ -21,28 +22,8 @@ from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.run import load_experiment_class
 
 MEASURES = (
-    "realhf/algorithms/functional",
-    "realhf/algorithms/ppo",
+    *RUNS,
     "realhf/algorithms/reward",
-    "realhf/cpu",
-    "realhf/dataflow",
-    "realhf/engine",
-    ":!realhf/engine/megatron_*.py",
-    ":!realhf/engine/transformers_backend.py",
-    "realhf/geometry",
-    "realhf/master",
-    "realhf/models",
-    "realhf/parallel",
-    "realhf/planning",
-    ":!realhf/planning/explain",
-    ":!realhf/planning/mapping.py",
-    ":!realhf/planning/osdp.py",
-    ":!realhf/planning/what_if.py",
-    "realhf/profiling",
-    "realhf/realloc",
-    "realhf/transport",
-    "realhf/worker",
-    "csrc",
     "experiments/ppo.py",
 )
 EXPERIMENT = "experiments/ppo.py"

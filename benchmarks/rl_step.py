@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from lib.common import case, case_parser, finish, realhf
+from lib.pages import RUNS
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
 from realhf.rundir.lines import read_lines, step_line
@@ -37,27 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 from rl_step_job import BATCH, GROUP, NEW_TOKENS, PROMPT_TOKENS, SIZES, VOCABULARY, RLStepJob, ensure_data
 
 MEASURES = (
-    "realhf/algorithms/functional",
-    "realhf/algorithms/ppo",
-    "realhf/cpu",
-    "realhf/dataflow",
-    "realhf/engine",
-    ":!realhf/engine/megatron_*.py",
-    ":!realhf/engine/transformers_backend.py",
-    "realhf/geometry",
-    "realhf/master",
-    "realhf/models",
-    "realhf/parallel",
-    "realhf/planning",
-    ":!realhf/planning/explain",
-    ":!realhf/planning/mapping.py",
-    ":!realhf/planning/osdp.py",
-    ":!realhf/planning/what_if.py",
-    "realhf/profiling",
-    "realhf/realloc",
-    "realhf/transport",
-    "realhf/worker",
-    "csrc",
+    *RUNS,
     "benchmarks/jobs/rl_step_job.py",
     "benchmarks/jobs/rl_step_job_interface.py",
     "benchmarks/lib/trl_steps.py",

@@ -8,7 +8,8 @@ A block of a page begins with `<!-- figures of NAME | rows: REGEX | beside: WORD
 case that misses its target, whatever the expression. `beside` and `target` head the columns of the baseline and of the
 target. Without a results file the block says so.
 
-A benchmark lists what it measures in a constant, `MEASURES`: files and folders, as git takes them (`:!` leaves out).
+A benchmark lists what it measures in a constant, `MEASURES`: files and folders, as git takes them (`:!` leaves out);
+`*RUNS` stands for what every planned run executes.
 Results are older than their code if one of these, or the benchmark itself, differs from the results' commit by more
 than comments, docstrings and blank lines.
 
@@ -23,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,30 @@ RESULTS = ROOT / "benchmarks/results"
 PAGES = ("README.md", "docs")
 # Tests beside the sources of C++: they are in no extension.
 NOT_MEASURED = (":!csrc/*/test_*.cpp",)
+# What every planned run of reinforcement learning executes here.
+RUNS = (
+    "realhf/algorithms/functional",
+    "realhf/algorithms/ppo",
+    "realhf/cpu",
+    "realhf/dataflow",
+    "realhf/engine",
+    ":!realhf/engine/megatron_*.py",
+    ":!realhf/engine/transformers_backend.py",
+    "realhf/geometry",
+    "realhf/master",
+    "realhf/models",
+    "realhf/parallel",
+    "realhf/planning",
+    ":!realhf/planning/explain",
+    ":!realhf/planning/mapping.py",
+    ":!realhf/planning/osdp.py",
+    ":!realhf/planning/what_if.py",
+    "realhf/profiling",
+    "realhf/realloc",
+    "realhf/transport",
+    "realhf/worker",
+    "csrc",
+)
 
 BLOCK = re.compile(r"(<!-- figures of (\w+)(.*?) -->\n)(.*?)(<!-- end figures -->)", re.DOTALL)
 OUTPUT = re.compile(r"<!-- measured at (\w+): (.*?) -->")
@@ -120,7 +146,9 @@ def measures(benchmark: str, root: Path = ROOT) -> tuple[str, ...]:
     script = f"benchmarks/{benchmark}.py"
     for node in ast.parse((root / script).read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MEASURES":
-            return (*ast.literal_eval(node.value), script)
+            assert isinstance(node.value, ast.Tuple)
+            listed = [RUNS if ast.unparse(each) == "*RUNS" else (ast.literal_eval(each),) for each in node.value.elts]
+            return (*chain.from_iterable(listed), script)
     raise ValueError(f"{script} has no constant MEASURES, which lists the files that it measures")
 
 

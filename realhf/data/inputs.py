@@ -9,7 +9,7 @@ import msgspec
 from realhf.api.experiment import Dataset
 from realhf.base.errors import UserError
 from realhf.base.files import read_versioned, write_atomically, writing_a_run
-from realhf.data.files.digest import file_digest, weights_digest
+from realhf.data.files.digest import known_digest, weights_digest
 from realhf.data.files.opening import data_files
 from realhf.data.merged import MergedDataset
 from realhf.data.recorded import step_folder
@@ -89,20 +89,20 @@ def _read(run: Run) -> Iterator[tuple[str, list[Path], Callable[[Path], str]]]:
     sets += [("evaluation's data set", run.evaluation.dataset)] if run.evaluation else []
     for what, dataset in sets:
         for part in _parts(dataset):
-            yield what, data_files(part.path), file_digest
-            yield f"tokenizer of the {what}", tokenizer_files(part.tokenizer, part.chat_template), file_digest
+            yield what, data_files(part.path), known_digest
+            yield f"tokenizer of the {what}", tokenizer_files(part.tokenizer, part.chat_template), known_digest
     graphs = [run.graph, *([run.evaluation_graph] if run.evaluation_graph else [])]
     for graph in graphs:
         for call in graph.calls.values():
             if call.interface_impl.read_files:
-                yield f"code of {call.name}", list(map(Path, call.interface_impl.read_files)), file_digest
+                yield f"code of {call.name}", list(map(Path, call.interface_impl.read_files)), known_digest
     for name, setup in run.models.items():
         if setup.checkpoint is not None and not (run.spec.resume_step and name in run.changing_models):
             yield f"checkpoint of model {name}", checkpoint_files(setup.checkpoint), weights_digest
     if run.spec.replay:
         for step in range(run.spec.resume_step, run.experiment.steps):
             folder = step_folder(Path(run.spec.replay), step)
-            yield f"replayed step {step + 1}", sorted(folder.glob("*.safetensors")), file_digest
+            yield f"replayed step {step + 1}", sorted(folder.glob("*.safetensors")), known_digest
 
 
 def _parts(dataset: Dataset) -> tuple[TextDataset, ...]:

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors while they live."""
+"""Knows tensors by their storage, and counts their bytes while they live."""
 
 import weakref
 from typing import Any
@@ -6,6 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def storage_id(tensor: Tensor) -> int:
+    """What is the same for all views of one vector, and no other's while it lives, with memory or without."""
+    return tensor.untyped_storage()._cdata
 
 
 class PeakMemory(TorchDispatchMode):
@@ -17,12 +22,11 @@ class PeakMemory(TorchDispatchMode):
         self._known: dict[int, weakref.finalize[..., Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        before = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                key = storage._cdata
+                storage, key = leaf.untyped_storage(), storage_id(leaf)
                 if key not in before and key not in self._known:
                     self._count(storage.nbytes())
                     self._known[key] = weakref.finalize(storage, self._forget, key, storage.nbytes())

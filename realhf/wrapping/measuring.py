@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from realhf.base.errors import UserError
+from realhf.engine.tensor_bytes import storage_id
 from realhf.wrapping.operators import is_operator
 
 Example = Callable[[int], Tensor]
@@ -181,10 +182,10 @@ class _Watch(TorchDispatchMode):
         self._weights: dict[int, str] = {}
         known = {id(p): name for name, p in module.named_parameters()}
         for tensor in [*module.parameters(), *module.buffers()]:
-            self._alive[_address(tensor)] = -1
+            self._alive[storage_id(tensor)] = -1
         for part in module.modules():
             if is_operator(part):
-                self._weights[_address(part.weight)] = known[id(part.weight)]
+                self._weights[storage_id(part.weight)] = known[id(part.weight)]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -208,7 +209,7 @@ class _Watch(TorchDispatchMode):
     def take_gradient(self, parameter: Tensor) -> None:
         """Drops the gradient of a parameter, which is no activation."""
         assert parameter.grad is not None
-        self._gradients.add(self._alive.get(_address(parameter.grad), -1))
+        self._gradients.add(self._alive.get(storage_id(parameter.grad), -1))
         parameter.grad = None
 
     @property
@@ -219,12 +220,12 @@ class _Watch(TorchDispatchMode):
 
     def _note_reads(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            name = self._weights.get(_address(tensor))
-            if name is not None and not (self.running and _address(self.running[-1].weight) == _address(tensor)):
+            name = self._weights.get(storage_id(tensor))
+            if name is not None and not (self.running and storage_id(self.running[-1].weight) == storage_id(tensor)):
                 self.used_elsewhere.add(name)
 
     def _add(self, tensor: Tensor) -> None:
-        storage, address = tensor.untyped_storage(), _address(tensor)
+        storage, address = tensor.untyped_storage(), storage_id(tensor)
         if address in self._alive:
             return
         self._alive[address] = number = len(self._changes)
@@ -304,7 +305,3 @@ def synchronise(device: torch.device) -> None:
     """Returns when the device has done what it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from realhf.base.reading import open_regular
+from realhf.models.checkpoint_digest import file_digest
 
 # Of a larger file of weights as many parts are read as fit, evenly spread: training changes nearly all numbers.
 SAMPLED_BYTES = 2**24
@@ -17,20 +18,17 @@ SETTLED_S = 2.0
 
 
 def content_digest(paths: Sequence[Path]) -> str:
-    """Of the bytes of files, in this order: 32 hexadecimal digits. Raises OSError."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        digest.update(bytes.fromhex(file_digest(path)))
-    return digest.hexdigest()
+    """Of the bytes of files, in this order: 64 hexadecimal digits. Raises OSError."""
+    return hashlib.sha256("".join(map(known_digest, paths)).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """Of the bytes of a file: 32 hexadecimal digits. A process reads a file once, until it changes. Raises OSError."""
+def known_digest(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's content. A process reads a file once, until it changes. Raises OSError."""
     return _digest(path, sampled=False)
 
 
 def weights_digest(path: Path) -> str:
-    """As `file_digest`; of a file above SAMPLED_BYTES, its beginning, its end and parts between them are read."""
+    """As `known_digest`; of a file above SAMPLED_BYTES, its beginning, its end and parts between them are read."""
     return _digest(path, sampled=True)
 
 
@@ -47,11 +45,11 @@ def _known(path: Path, sampled: bool, seen: tuple[int, ...]) -> str:
 
 
 def _read(path: Path, sampled: bool) -> str:
+    if not sampled or path.stat().st_size <= SAMPLED_BYTES:
+        return file_digest(path)
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if not sampled or size <= SAMPLED_BYTES:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-        digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
         part_bytes = SAMPLED_BYTES // _PARTS
         for part in range(_PARTS):
             file.seek((size - part_bytes) * part // (_PARTS - 1))

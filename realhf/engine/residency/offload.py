@@ -100,5 +100,7 @@ def free(vector: Tensor) -> None:
 
 
 def allocate(vector: Tensor) -> None:
-    """Memory for a vector after `free`, with arbitrary contents."""
-    vector.untyped_storage().resize_(vector.nbytes)
+    """Memory for a vector after `free`, with arbitrary contents; nothing happens if it has its memory."""
+    storage = vector.untyped_storage()
+    if storage.nbytes() < vector.nbytes:  # it would move its contents, even for the size that it has
+        storage.resize_(vector.nbytes)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from realhf.engine.residency.offload import HostCopy, allocate, free
 from realhf.engine.residency.versions import ParameterVersions
+from realhf.engine.tensor_bytes import storage_id
 from realhf.geometry.boxes import Box
 from realhf.realloc.execute.held import by_name, holds, part
 
@@ -78,8 +79,13 @@ class Residency:
         assert self._where is not Where.OFFLOADED, Where.OFFLOADED.value
         if version is None or version == self.version:
             return self._in_copy if self._where is Where.LENT else self.held()
-        kept = {_storage(own): other for own, other in zip(self._vectors, self._versions.vectors(version), strict=True)}
-        return [(b, kept[_storage(t)].as_strided(t.shape, t.stride(), t.storage_offset())) for b, t in self._held()]
+        kept = {
+            storage_id(own): other for own, other in zip(self._vectors, self._versions.vectors(version), strict=True)
+        }
+        return [
+            (box, kept[storage_id(own)].as_strided(own.shape, own.stride(), own.storage_offset()))
+            for box, own in self._held()
+        ]
 
     def written(self) -> None:
         """To be called after the parameters were written from outside."""
@@ -196,8 +202,3 @@ class Residency:
         self.check_here()
         self._on_leaving()
         self._where = where
-
-
-def _storage(tensor: Tensor) -> int:
-    """Names the storage of a tensor, whether it has memory or not."""
-    return tensor.untyped_storage()._cdata

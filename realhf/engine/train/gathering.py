@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from realhf.engine.arena import Arena
+from realhf.engine.tensor_bytes import storage_id
 from realhf.engine.train.agreement import Agreement, Operation, Point
 from realhf.geometry.shards import FlatLayout
 from realhf.parallel.collectives import all_gather_integers, reduce_scatter, start_all_gather
@@ -101,7 +102,8 @@ class Gathering:
         self._history: _History = (None, None, False)
         self._next: dict[_History, GatheredUnit | None] = {}  # what followed the last time
         self._in_use: list[GatheredUnit] = []
-        self._gathered: dict[int, GatheredUnit] = {}  # by the address of its memory, the oldest first
+        self._gathered: dict[GatheredUnit, None] = {}  # the oldest first
+        self._by_storage = {storage_id(unit.arena.flat): unit for unit in self._in_order}
         self._with_gradients: dict[GatheredUnit, None] = {}  # in the order in which the backward pass came to them
 
     @property
@@ -247,8 +249,7 @@ class Gathering:
             self.release()
 
     def _gathers(self, units: Sequence[GatheredUnit]) -> list[Operation]:
-        there = self._gathered.values()
-        return [Operation("gather", self._numbers[unit]) for unit in units if unit not in there]
+        return [Operation("gather", self._numbers[unit]) for unit in units if unit not in self._gathered]
 
     def _reductions(self, but: Sequence[GatheredUnit] = ()) -> list[Operation]:
         return [Operation("reduce", self._numbers[unit]) for unit in self._with_gradients if unit not in but]
@@ -270,23 +271,23 @@ class Gathering:
     def _start(self, unit: GatheredUnit) -> None:
         """Begins to gather a unit that is not there, in the place of the one that has been there longest."""
         while len(self._gathered) >= self._at_most:
-            address, oldest = next((a, u) for a, u in self._gathered.items() if u not in self._in_use)
-            del self._gathered[address]
+            oldest = next(unit for unit in self._gathered if unit not in self._in_use)
+            del self._gathered[oldest]
             oldest.free()
         unit.start_gather(self._group)
-        self._gathered[unit.arena.flat.untyped_storage().data_ptr()] = unit
+        self._gathered[unit] = None
 
     def _lend(self, unit: GatheredUnit) -> None:
         """Takes part in a gather that this rank does not need; a unit that is there gets what it has."""
         unit.wait()
         unit.start_gather(self._group)
         unit.wait()
-        if unit not in self._gathered.values():
+        if unit not in self._gathered:
             unit.free()
 
     def release(self) -> None:
         """Frees all units: the shards may be written, and are gathered anew for their next use."""
-        for unit in self._gathered.values():
+        for unit in self._gathered:
             unit.free()
         self._gathered.clear()
         self._next[self._history] = None
@@ -294,7 +295,7 @@ class Gathering:
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd keeps for the backward pass: of a parameter, which unit to gather before it is read."""
-        unit = self._gathered.get(tensor.untyped_storage().data_ptr())
+        unit = self._by_storage.get(storage_id(tensor))
         return tensor if unit is None else (unit, tensor.detach())
 
     def _unpack(self, packed: Any) -> Tensor:

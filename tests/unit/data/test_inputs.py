@@ -16,7 +16,7 @@ from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 from realhf.data.files import digest
-from realhf.data.files.digest import content_digest, file_digest, weights_digest
+from realhf.data.files.digest import content_digest, known_digest, weights_digest
 from realhf.data.inputs import check_inputs, keep_inputs
 from realhf.data.merged import MergedDataset
 from realhf.geometry.parameters import decoder_parameters
@@ -216,7 +216,7 @@ def test_a_digest_is_of_bytes_and_their_order(tmp_path: Path) -> None:
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     a, b, same, both = (tmp_path / name for name in contents)
-    assert file_digest(a) == file_digest(same) != file_digest(b)
+    assert known_digest(a) == known_digest(same) != known_digest(b)
     assert len({content_digest(files) for files in ([a, b], [b, a], [both], [a], [a, b, b])}) == 5
     assert content_digest([a, b]) == content_digest([same, b])
 
@@ -227,17 +227,17 @@ def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytes
     real, now_s = digest.hashlib.file_digest, path.stat().st_ctime
     monkeypatch.setattr(digest.hashlib, "file_digest", lambda *args: reads.append(1) or real(*args))
     monkeypatch.setattr(digest, "time", SimpleNamespace(time=lambda: now_s))
-    file_digest(path)
-    file_digest(path)
+    known_digest(path)
+    known_digest(path)
     assert len(reads) == 2, "it may be written once more at the same time"
     reads.clear()
     now_s += 60.0
-    first = file_digest(path)
-    assert file_digest(path) == first
+    first = known_digest(path)
+    assert known_digest(path) == first
     content_digest([path])
     assert len(reads) == 1
     edit(path)
-    assert file_digest(path) != first
+    assert known_digest(path) != first
     assert len(reads) == 2
 
 

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.planning.options import call_options
 from realhf.planning.problem.builder import build_problem
@@ -102,25 +101,3 @@ def test_three_stages_need_two_steps() -> None:
     assert [apart(searched(k, 4, places)[1]) for k in (0, 1, 2)] == [False, False, True]
     assert searched(0, 4, places)[0] == pytest.approx(14.0)
     assert searched(2, 4, places)[0] == pytest.approx(6 + 11 / 16)
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_generation_alone_reads_older_weights(staleness: int) -> None:
-    """The weights of step t are those after t - 1 - staleness; the critic, and what trains, wait as they did."""
-
-    def versions(graph: DataflowGraph) -> dict[tuple[str, str], int]:
-        return {(edge.parent, edge.child): edge.steps_back for edge in graph.edges if edge.kind == "version"}
-
-    graph = graphs.ppo()
-    before = versions(graph)
-    assert before["actor_train_step", "actor_generate"] == before["critic_train_step", "critic_inference"] == 1
-    after = versions(with_staleness(graph, staleness))
-    assert after == {**before, ("actor_train_step", "actor_generate"): 1 + staleness}
-    assert versions(graph) == before, "the graph itself stays"
-    others = [[edge for edge in each.edges if edge.kind != "version"] for each in (graph, with_staleness(graph, 3))]
-    assert others[0] == others[1]
-
-
-def test_negative_staleness_is_refused() -> None:
-    with pytest.raises(UserError, match="--staleness -1 must be at least 0"):
-        with_staleness(graphs.ppo(), -1)
