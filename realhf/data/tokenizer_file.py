@@ -17,6 +17,8 @@ _REMEDY = "give a tokenizer.json of Hugging Face's tokenizers"
 # Those of published tokenizers have at most two in an alternative. A text of n characters can take n to this power.
 _MAX_UNBOUNDED = 3
 _MAX_REPEATS = 1000
+# The library makes a table of as many entries as the largest id says; the largest vocabularies have 300,000.
+_MAX_ID = 2**24
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})[?+]?")
 _GROUP = re.compile(r"\?(?:[imx]*(?:-[imx]+)?:|[imx]+(?:-[imx]+)?(?=\))|<?[=!]|>|<\w+>)")
 _NAMED_CLASS = re.compile(r"\\[pPxuo]\{[^}]*\}|\\.", re.DOTALL)
@@ -43,6 +45,8 @@ def load_tokenizer(path: Path) -> Any:
     try:
         content = read_bytes(path)
         values = decode_loose_json(content)
+        if (largest := max(_ids(values), default=0)) > _MAX_ID:
+            raise UserError(f"tokenizer {path}: the token id {largest} is above {_MAX_ID}; {_REMEDY}")
         for pattern in _patterns(values):
             if reason := why_without_end(pattern):
                 raise UserError(
@@ -62,6 +66,17 @@ def load_tokenizer(path: Path) -> Any:
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"tokenizer {path}: {error}; {_REMEDY}") from None
     return tokenizer
+
+
+def _ids(values: Any) -> Iterator[int]:
+    """Every id of a token in the values of a tokenizer.json."""
+    for value in values if isinstance(values, list) else ():
+        yield from _ids(value)
+    for name, part in values.items() if isinstance(values, dict) else ():
+        found = part.values() if name == "vocab" and isinstance(part, dict) else [part] if name == "id" else ()
+        yield from (each for each in found if isinstance(each, int))
+        if name != "vocab":
+            yield from _ids(part)
 
 
 def _patterns(value: Any) -> Iterator[str]:

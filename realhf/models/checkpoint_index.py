@@ -6,6 +6,7 @@ writes the index and renames the directory (`finish`), so a directory with the f
 """
 
 import math
+import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -366,7 +367,7 @@ def _decode_header(content: bytes) -> dict[str, HeaderEntry]:
 
 
 def _check_size(path: Path, size_bytes: int | None) -> None:
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike the method it is False for a name that cannot be
         raise UserError(f"checkpoint file {path} is missing; restore it or use another checkpoint")
     found = path.stat().st_size
     if size_bytes is not None and found != size_bytes:
