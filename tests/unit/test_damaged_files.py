@@ -47,8 +47,9 @@ SIZES = {
     "num_key_value_heads": 2, "vocab_size": 12, "tie_word_embeddings": False, "pad_token_id": None,
 }  # fmt: skip
 VALUES: list[Any] = [
-    None, True, -1, 0, 1, 2, 0.5, -0.0, 2**31, 2**63, 10**30, 1e308, 1e-320, float("nan"), float("inf"), "",
-    "\0", "x", "1e9", "\x1b[2J", "x" * 500, "../../../etc/passwd", "\ud800", [], {}, [[]], [None], {"": None}, {"a": {"b": []}}, [1] * 9,
+    None, True, -1, 0, 1, 2, 0.5, -0.0, 2**31, 2**63, 10**30, 1e308, 1e-320, float("nan"), float("inf"),
+    "", "\0", "x", "1e9", "\x1b[2J", "x" * 500, "../../../etc/passwd", "\ud800",
+    [], {}, [[]], [None], {"": None}, {"a": {"b": []}}, [1] * 9,
 ]  # fmt: skip
 
 
