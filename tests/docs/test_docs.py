@@ -54,6 +54,10 @@ RUN_HERE = {
     "realhf run scored.py --steps 1 --num-workers 2 --run-dir runs/scored": "--batch-size 8",
     "realhf plan placed.py --num-workers 4 --output placed.json": FEW,
     "python -m realhf.data.sort_task runs/data --seed 0": "",
+    "realhf run experiments/sft.py --num-workers 2 --run-dir runs/sft": "--steps 1 --batch-size 8 --no-evaluate",
+    "realhf run grpo --model runs/sft --tokenizer runs/data --data runs/data/prompts.jsonl "
+    "--reward experiments/sort_rewards.py:right --eval-data runs/data/evaluation.jsonl --eval-batch-size 256 "
+    "--actor.lr 1e-4 --steps 60 --grpo.max-new-tokens 9 --num-workers 2": "--steps 1 --batch-size 8",
     "python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model": "",
     'python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model --as-chat --system "Be brief."': "",
     "python -m realhf.data.look examples --path chats.parquet --tokenizer my-model --loss-on all --rows 3": "",
@@ -164,16 +168,6 @@ RUN_ELSEWHERE = {
     "--reward sorted_rewards.py:in_order": (
         "tests/docs/test_docs.py",
         ["def test_the_tutorial_of_scripts", "realhf run grpo.py", "--model runs"],
-    ),
-    "realhf run experiments/sft.py --num-workers 2 --run-dir runs/sft": (
-        "tests/e2e/test_algorithms_learn.py",
-        ['"sft", "--data-dir"', '"--num-workers", "2"'],
-    ),
-    "realhf run grpo --model runs/sft --tokenizer runs/data --data runs/data/prompts.jsonl "
-    "--reward experiments/sort_rewards.py:right --eval-data runs/data/evaluation.jsonl --eval-batch-size 256 "
-    "--actor.lr 1e-4 --steps 60 --grpo.max-new-tokens 9 --num-workers 2": (
-        "tests/e2e/test_algorithms_learn.py",
-        ["sort_rewards.py:right", '"--eval-batch-size", "256"', '"--steps", "60", "--actor.lr", "1e-4"', '"grpo"'],
     ),
     "realhf run grpo --model ./Qwen2.5-1.5B --data train.jsonl --reward rewards.py:correct": (
         "tests/docs/test_recipes.py",

@@ -157,15 +157,6 @@ def test_ratios_have_a_denominator(path: Path) -> None:
     assert all(float(ratio) < 1e6 for ratio in ratios)
 
 
-def test_what_algorithms_reach_is_what_a_test_demands() -> None:
-    table = (ROOT / "docs/algorithms.md").read_text().partition("| algorithm | options |")[2].partition("\n\n")[0]
-    said = re.findall(r"(\d+) %", table)
-    assert len(said) > 10
-    test = ast.parse((ROOT / "tests/e2e/test_algorithms_learn.py").read_text())
-    demanded = {node.value for node in ast.walk(test) if isinstance(node, ast.Constant)}
-    assert not [number for number in said if int(number) / 100 not in demanded]
-
-
 def test_what_benchmarks_measure_is_there() -> None:
     for path in measuring():
         for name in pages.measures(path.stem):

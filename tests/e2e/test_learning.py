@@ -1,15 +1,15 @@
-"""The main job learns: its fine-tuning in miniature, and all of it."""
+"""The main job: its fine-tuning learns in miniature, and all its commands fit together."""
 
 import json
-import os
-import subprocess
+import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ROOT, finished
-from tests.waiting import PATIENCE_S
+from realhf import cli
+from tests.e2e.runs import ROOT, SMALL, finished
 
 pytestmark = pytest.mark.distributed
 
@@ -31,18 +31,31 @@ def test_fine_tuning_learns_to_sort(tmp_path: Path) -> None:
     assert after["accuracy"] > 0.16
 
 
-@pytest.mark.slow
-def test_the_main_job_wins_twenty_points_by_ppo(tmp_path: Path) -> None:
-    """README.md shows forty."""
-    done = subprocess.run(
-        [sys.executable, "scripts/main_job.py", "--root", tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    before, *_, after = evaluations(tmp_path / "ppo")
-    for name in ("accuracy", "accuracy_greedy"):
-        assert after[name] > before[name] + 0.2, name
+def test_the_main_job_in_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All its commands, with few steps of a small model; benchmarks/learning.py has what it reaches."""
+    job = runpy.run_path(str(ROOT / "scripts/main_job.py"))
+
+    def in_small(*words: str) -> None:
+        command, experiment, *others = words
+        more = ["--only", "memory"]
+        if command == "run":
+            more = ["--steps", "2", "--batch-size", "32", "--launcher", "tests.e2e.forked:ForkedLauncher"]
+            more += SMALL if experiment == "experiments/sft.py" else []
+        assert cli.main([command, str(ROOT / experiment), *others, *more]) == 0, words
+
+    monkeypatch.chdir(tmp_path)  # the profile is kept outside of the checkout
+    monkeypatch.setattr(sys, "argv", ["main_job.py", "--root", str(tmp_path / "job")])
+    monkeypatch.setitem(job["main"].__globals__, "realhf", in_small)
+    job["main"]()
+    printed = capsys.readouterr().out
+    rows = re.findall(r"(temperature 1|greedy) +([\d.]+)% +([\d.]+)% +([+-][\d.]+) points", printed)
+    accuracies = [
+        evaluations(tmp_path / "job/ppo")[at][key] for key in ("accuracy", "accuracy_greedy") for at in (0, -1)
+    ]
+    assert [float(number) for _, *both, _ in rows for number in both] == [round(100 * a, 1) for a in accuracies]
+    spec = json.loads((tmp_path / "job/ppo/experiment.json").read_text())
+    scores = evaluations(tmp_path / "job/reward")[-1]
+    assert f"{scores['sample_score']:.6f}" in json.dumps(spec), "rewards are standardised by what the reward model says"
+    assert (tmp_path / "job/ppo/report.html").is_file()
