@@ -176,7 +176,7 @@ LAYOUTS = ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2})
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seeds=st.lists(st.integers(0, 10**6), min_size=6, max_size=6))
 def test_five_steps_of_random_mixes(seeds: list[int]) -> None:
     cases = {}

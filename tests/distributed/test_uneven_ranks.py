@@ -201,7 +201,7 @@ def drawn(seed: int) -> Uneven:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seeds=st.lists(st.integers(0, 10**6), min_size=12, max_size=12, unique=True))
 def test_steps_of_uneven_ranks_drawn_at_random(seeds: list[int]) -> None:
     cases = {f"{seed}": drawn(seed) for seed in seeds}
@@ -401,7 +401,7 @@ def drawn_module(seed: int, ranks: int) -> ModuleCase:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(ranks=st.sampled_from([2, 4]), seeds=st.lists(st.integers(0, 10**6), min_size=20, max_size=20, unique=True))
 def test_a_module_of_which_ranks_use_parts_at_random(ranks: int, seeds: list[int]) -> None:
     cases = {f"{seed}": drawn_module(seed, ranks) for seed in seeds}
