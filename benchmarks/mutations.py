@@ -121,10 +121,7 @@ def _killed_by(worker: Worker, mutant: Mutant, chosen: Sequence[Any], source: by
         file.write_bytes(mutant.apply(source))
         os.utime(file, (_OLD + number, _OLD + number))
         paths = list(dict.fromkeys(test.file for test in chosen))
-        for part in (
-            paths[:_NEAREST],
-            paths[_NEAREST:],
-        ):  # most mutants need but few files, and all take time to import
+        for part in (paths[:_NEAREST], paths[_NEAREST:]):  # most need but few files, and all take time to import
             limits = {test.name: test.limit_s for test in chosen if test.file in part}
             if part and (killed_by := worker.run(files=part, tests=limits, hits=None, first=True)["killed_by"]):
                 return str(killed_by)

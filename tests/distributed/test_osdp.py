@@ -126,7 +126,7 @@ SLOW = {
         prefetch=seed % 2 == 0,
         passes=1 + seed % 2,
     )
-    for seed in range(10, 40)
+    for seed in range(10, 22)
 }
 
 
