@@ -44,18 +44,18 @@ class RewardSource:
     def parse(cls, text: str) -> "RewardSource":
         found = _FORM.fullmatch(text.strip())
         if found is None:
-            raise UserError(f"reward {text!r} names no function; {_EXPECTED}")
+            raise UserError(f"reward {without_secrets(text)!r} names no function; {_EXPECTED}")
         what, weight = found["what"], found["weight"]
         # The colon before the function: the first of a ready one (its options may have others), else the last.
         module, _, function = what.partition(":") if what.startswith(f"{READY}:") else what.rpartition(":")
         if module != READY and (not module.endswith(".py") or not function.isidentifier()):
-            raise UserError(f"reward {text!r} names no function; {_EXPECTED}")
+            raise UserError(f"reward {without_secrets(text)!r} names no function; {_EXPECTED}")
         return cls(module, function, 1.0 if weight is None else _weight(text, weight))
 
     @property
     def text(self) -> str:
-        """The text that it was parsed from, without the weight."""
-        return f"{self.module}:{self.function}"
+        """The text that it was parsed from, without the weight and what no message may show."""
+        return without_secrets(f"{self.module}:{self.function}")
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,17 @@ def _weight(text: str, weight: str) -> float:
     try:
         value = float(weight)
     except ValueError:
-        raise UserError(f"reward {text!r}: the weight {weight!r} is no number; {_EXPECTED}") from None
+        shown = "" if "://" in text else f" {weight!r}"  # a query's last value may be a secret
+        raise UserError(f"reward {without_secrets(text)!r}: the weight{shown} is no number; {_EXPECTED}") from None
     if not math.isfinite(value):
-        raise UserError(f"reward {text!r}: the weight {weight} is not finite; give a finite number")
+        raise UserError(f"reward {without_secrets(text)!r}: the weight {weight} is not finite; give a finite number")
     return value
 
 
 def _of_file(source: RewardSource) -> Function:
     if not Path(source.module).is_file():
-        raise UserError(
-            f"reward {source.text}: there is no file {Path(source.module).absolute()}; give the path of a Python file"
-        )
+        path = "of an address" if "://" in source.module else Path(source.module).absolute()
+        raise UserError(f"reward {source.text}: there is no file {path}; give the path of a Python file")
     try:
         module = load_code_file(source.module)
     except UserError as error:
@@ -157,7 +157,7 @@ def _ready(source: RewardSource) -> Function:
     try:
         return maker(**options)
     except (TypeError, ValueError) as error:
-        raise UserError(f"reward {without_secrets(source.text)}: {error}; correct its options") from None
+        raise UserError(f"reward {source.text}: {error}; correct its options") from None
 
 
 def without_secrets(text: str) -> str:
