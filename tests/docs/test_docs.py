@@ -24,7 +24,7 @@ DOCS = [Document(path) for path in DOCUMENTS]
 COMMANDS = {command for page in DOCS if not page.name.startswith("docs/recipes/") for command in page.commands}
 SMALL = "--steps 1 --batch-size 8 --no-evaluate --num-workers 1"
 
-FEW = "--evaluations 1000"
+FEW, SOON = "--evaluations 1000", "--seconds 2"
 
 # Commands that are run here, in this order, in one folder with a copy of experiments/ in it, and the words added
 # to make them cheap (a later option wins).
@@ -35,14 +35,14 @@ RUN_HERE = {
     "realhf plan experiments/ppo.py --plan plan.json": "",
     "realhf plan experiments/ppo.py --num-workers 2 --batch-size 8 --ppo.max-new-tokens 128 --staleness-up-to 2": FEW,
     "realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output h100.json": FEW,
-    "realhf plan experiments/ppo.py --cluster h100-4x8,h100-8x8,h200-4x8 --actor llama3-70b --critic llama3-7b": FEW,
+    "realhf plan experiments/ppo.py --cluster h100-4x8,h100-8x8,h200-4x8 --actor llama3-70b --critic llama3-7b": SOON,
     "realhf plan experiments/ppo.py --cluster h100-1x8 --actor llama3-7b --critic llama3-7b "
     "--dump-problem problem.json": FEW,
     "realhf plan experiments/ppo.py --cluster h100-4x8 --actor llama3-7b --critic llama3-7b --new-tokens 4096 "
     "--response-lengths lengths.txt": FEW,
     "realhf search problem.json --seconds 5": "--seconds 1",
     "realhf plan experiments/ppo.py --cluster h100-8x8 --actor llama3-70b --critic llama3-7b --compare "
-    "--html plan.html --json plan-numbers.json": FEW,
+    "--html plan.html --json plan-numbers.json": SOON,
     "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --hardware h100 --dry-run": FEW,
     "realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02 --run-dir runs/first": SMALL,
     "realhf status runs/first": "",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.builds import EXPERIMENT, FEW, User, copy_source, finished, install
+from tests.packaging.builds import copy_source, finished
 
 # By C++ compiler; what `make setup` built is of the default one. The last is for another architecture, and nothing
 # that it builds runs on this machine.
@@ -41,20 +41,3 @@ def test_compiles_without_a_warning_and_computes_the_same(compiler: str, tmp_pat
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(tmp_path / "modules", [name for name in packed.namelist() if name.endswith(".so")])
     finished(sys.executable, "-c", RUN, tmp_path / "modules", *TESTS)
-    user = User(install(wheel, tmp_path / "environment").parents[1], tmp_path)
-    user.realhf("run", EXPERIMENT, *FEW, "--steps", "1", "--run-dir", "runs/mine")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", [name for name in C_COMPILERS if name != CROSS])
-def test_cpp_tests(compiler: str, tmp_path: Path) -> None:
-    """Those of the searcher; the default compiler runs them in tests/unit/planning, with sanitizers."""
-    if not shutil.which(compiler):
-        pytest.skip(f"{compiler} is not installed")
-    sources = sorted((copy_source(tmp_path) / "csrc/search").glob("*.cpp"))
-    common = [path for path in sources if path.stem != "bindings" and not path.stem.startswith("test_")]
-    for test in (path for path in sources if path.stem.startswith("test_")):
-        finished(
-            compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", test, *common, "-o", tmp_path / test.stem
-        )
-        assert finished(tmp_path / test.stem) == "ok\n"
