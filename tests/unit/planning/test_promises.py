@@ -114,7 +114,7 @@ def busy_cores() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(20, 200, 20))
+@pytest.mark.parametrize("first", range(20, 80, 20))
 def test_searched_plans_are_no_worse_than_any_rule_however_many(first: int) -> None:
     for seed in range(first, first + 20):
         check_no_worse_than_a_rule(seed)
@@ -123,7 +123,7 @@ def test_searched_plans_are_no_worse_than_any_rule_however_many(first: int) -> N
 @pytest.mark.slow
 def test_searched_plans_are_no_worse_than_any_rule_on_busy_cores() -> None:
     with busy_cores():
-        for seed in range(200, 220):
+        for seed in range(200, 210):
             check_no_worse_than_a_rule(seed)
 
 
