@@ -5,7 +5,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test test-slow lint format setup clean
@@ -17,7 +17,7 @@ test: setup
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 test-slow: setup
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m slow
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m slow
 
 lint: setup
 	$(BIN)/ruff check .

@@ -46,11 +46,16 @@ def pytest_runtest_setup() -> None:
         torch.manual_seed(0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))  # in one process, and so the last to end
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `pytest -n 2`: a file stays in one process, which makes its fixtures once; so do all that need SLURM.
+    """With `pytest -n 3`: a file stays in one process, which makes its fixtures once; so do all that need SLURM, which
+    mostly wait.
 
-    Files start in the order of their names: the long ones (distributed, e2e, slurm) before the short ones (unit).
+    Files start in the order of their names, after those: the long ones (distributed, e2e) before the short ones (unit).
     """
     from xdist.scheduler import LoadScopeScheduling
 
