@@ -202,7 +202,10 @@ def test_many_changes_are_counted(run: Any, directory: RunDirectory, tmp_path: P
     for i in range(5):
         (tmp_path / f"data/c{i}.jsonl").write_text("{}\n")
     keep_inputs(run, directory)
-    for i in range(5):
+    edit(tmp_path / "data/c3.jsonl")
+    with pytest.raises(UserError, match=r"since the run began: \S*c3\.jsonl has other content \([^)]*\); put it back"):
+        check_inputs(run, directory)
+    for i in (0, 1, 2, 4):
         edit(tmp_path / f"data/c{i}.jsonl")
     with pytest.raises(UserError, match=r"c0\.jsonl .*c1\.jsonl .*c2\.jsonl [^,]*, and 2 more; put it back"):
         check_inputs(run, directory)

@@ -152,6 +152,9 @@ def test_a_template_of_the_users(tmp_path: Path) -> None:
         assert TextTokenizer(folder, source).apply_chat_template(chat) == "a!"
     mistral = write_mistral(tmp_path / "mistral")
     assert TextTokenizer(mistral, "tool_use").apply_chat_template(chat, tools=[]).startswith("[]<s>")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/brief.jinja").write_text("{{ messages[0].content }}?")
+    assert TextTokenizer(folder, "brief").apply_chat_template(chat) == "a?"
     with pytest.raises(UserError, match=r"chat_template='nowhere\.jinja': no such file or directory; give a file"):
         TextTokenizer(folder, "nowhere.jinja").template()
     with pytest.raises(UserError, match=r"its chat template is broken \(.*\); correct it"):
