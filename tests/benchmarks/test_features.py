@@ -60,6 +60,7 @@ def test_eleven_settings_and_every_feature() -> None:
     assert {setting.feature for setting in features.SIMULATED} == {"offload"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", features.QUICK, ids=str)
 def test_where_memory_decides_the_plan_before_does_not_fit(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was measured on this machine."""

@@ -171,6 +171,7 @@ def fail_to_send(*arguments, **options):
 """
 
 
+@pytest.mark.slow
 def test_what_a_move_raises_ends_the_run_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken_ppo.py").write_text(BROKEN)
     calls = dict.fromkeys(PPO_CALLS, HOME) | {"actor_generate": ELSEWHERE}

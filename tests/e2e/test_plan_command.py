@@ -44,6 +44,7 @@ def test_128_devices_are_compared(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists(), "a data set was made"
 
 
+@pytest.mark.slow
 def test_the_page_is_drawn(tmp_path: Path) -> None:
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:

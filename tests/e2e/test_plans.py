@@ -29,7 +29,7 @@ ALL_PLANS = [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SL
 # In float32 a plan says little that it does not say in float64.
 FLOAT32_PLANS = [
     "mixed_disjoint",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("generate_dp4_train_tp2_pp2", *SLOW_PLANS)),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("generate_dp4_train_tp2_pp2", "interleaved")),
 ]
 SEED, STEPS = 7, 2
 # Of float32 logits, by how much two plans may differ. A logit of about 1 is the end of some thirty products that follow
@@ -293,11 +293,10 @@ def test_every_plan_of_the_folder_is_run_or_the_reference() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", ["generate_dp4_train_tp2_pp2", "generate_on_two_critic_on_two", "mixed_disjoint"])
-def test_twenty_steps_with_every_reallocation_verified(plan: str, tmp_path: Path) -> None:
+def test_twenty_steps_with_every_reallocation_verified(tmp_path: Path) -> None:
     """A mismatch would end the run; one is made in `tests/distributed/test_realloc.py`."""
     words = ("--steps", "20", "--no-evaluate", "--verify-reallocations-every", "1")
-    run = finished(tmp_path / "run", "ppo", "--plan", f"tests/plans/{plan}.json", *words)
+    run = finished(tmp_path / "run", "ppo", "--plan", "tests/plans/mixed_disjoint.json", *words)
     spans = [event for event in read_trace(run.path / "trace.json", tail_bytes=2**24) if event.cat == "reallocation"]
     devices = {span.tid for span in spans}
     assert len(run.metrics) == 20

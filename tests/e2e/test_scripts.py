@@ -57,6 +57,7 @@ def test_the_same_graph_and_the_same_plan(data: Path) -> None:
     assert plans[0].predicted_step_s == plans[1].predicted_step_s
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_same_numbers(data: Path, tmp_path: Path) -> None:
     words = (*SMALL, "--dtype", "float64", "--steps", "2", "--plan", "tests/plans/grouped.json")

@@ -17,6 +17,7 @@ JOB = ROOT / "tests/e2e/text_reward_job.py"
 NAMES = ["reward_total", "reward_in_order", "reward_long", "reward_judged", "reward_failures"]
 
 
+@pytest.mark.slow
 def test_rewards_are_the_same_on_one_worker_and_on_two(tmp_path: Path) -> None:
     runs: list[FinishedRun] = []
     for name, plan in (("alone", ALONE), ("two", TWO)):

@@ -60,7 +60,8 @@ def alone(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
     return quickly_finished(folder / "run", JOB, *words(directory, folder, 1, "zero1"))
 
 
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "zero1"])
 def test_two_workers_make_the_steps_of_one(kind: str, alone: FinishedRun, directory: Path, tmp_path: Path) -> None:
     made = quickly_finished(tmp_path / "run", JOB, *words(directory, tmp_path, 2, kind))
     config = transformers_model(directory)

@@ -48,18 +48,12 @@ class GoldenRun:
     slow: bool = True
 
 
-MODELS = ["actor", "reference", "reward", "critic"]
 RUNS: dict[str, GoldenRun] = {
     "sft_searched": GoldenRun(words=f"{SFT} {SEARCH}", replan_s=0.5, slow=False),
     "ppo_interleaved_sharded": GoldenRun(words=f"{PPO} {DRAWN} --compute.data-parallel fsdp", given="miniature"),
-    "ppo_stale_following": GoldenRun(words=f"{PPO} {DRAWN} {SEARCH} --staleness 1 --reference-eta 0.3", slow=False),
+    "ppo_stale_following": GoldenRun(words=f"{PPO} {DRAWN} {SEARCH} --staleness 1 --reference-eta 0.3"),
     "reward_searched": GoldenRun(words=f"{REWARD} {SEARCH} --no-evaluate --record sample"),
-    "ppo_one_worker": GoldenRun(words=f"{PPO} {DRAWN}", given="single"),
-    "ppo_dp4": GoldenRun(words=f"{PPO} {DRAWN} --compute.recomputation full", given="dp4"),
-    "ppo_tp4": GoldenRun(words=f"{PPO} {DRAWN} --compute.sequence-parallel True", given="tp4"),
-    "ppo_pp4": GoldenRun(words=f"{PPO} {DRAWN}", given="pp4"),
-    "ppo_offloaded": GoldenRun(words=f"{PPO} {DRAWN}", given="mixed_disjoint", edits={"offload": MODELS}),
-    "ppo_reallocated": GoldenRun(words=f"{PPO} {DRAWN}", given="generate_dp4_train_tp2_pp2"),
+    "ppo_one_worker": GoldenRun(words=f"{PPO} {DRAWN}", given="single", slow=False),
 }
 
 

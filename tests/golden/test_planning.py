@@ -16,7 +16,12 @@ def text(found: list[Difference]) -> str:
     return "\n".join(map(str, found[:SHOWN])) + more
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("ppo_mixture_of_experts", "ppo_stale")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_nothing_changed(name: str, tmp_path: Path) -> None:
     _, found = changed_plans(name, tmp_path)
     assert not found, text(found)

@@ -34,6 +34,7 @@ def found(name: str, runs_dir: Path) -> Finding:
     return check.run()
 
 
+@pytest.mark.slow
 def test_this_machine_can_run_runs(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "realhf.cli", "doctor", "--runs-dir", str(tmp_path / "runs")]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
