@@ -206,12 +206,9 @@ def test_short_faults_of_the_network_are_no_failure(hosts: Hosts, start: Start, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "worker"), [("host2", 1), ("host1", 0)])
-def test_a_partition_that_heals_in_the_restarted_run(
-    hosts: Hosts, start: Start, reference: FinishedRun, name: str, worker: int
-) -> None:
+def test_a_partition_that_heals_in_the_restarted_run(hosts: Hosts, start: Start, reference: FinishedRun) -> None:
     """What is on its side ends late, and touches nothing of the new start. The master is on host1."""
-    run = start()
+    run, name, worker = start(), "host2", 1
     before = (run.path / "launcher/start").read_text().strip()
     stale = run.find("realhf.worker", worker)
     hosts.network.silence(hosts[name])
