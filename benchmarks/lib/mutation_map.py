@@ -121,13 +121,25 @@ def _bits(lines: Sequence[int]) -> int:
 # --- processes
 
 
+@cache
+def _apart() -> list[str]:
+    """Words before a command that has its own numbers of processes, where this user may have that: a mutant that
+    signals another process than it should, all of them perhaps, ends none but its own."""
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    try:
+        done = subprocess.run([*words, "true"], capture_output=True, check=False)
+    except OSError:
+        return []
+    return words if done.returncode == 0 else []
+
+
 class Worker:
     """A warm process in a copy; see mutation_process.py."""
 
     def __init__(self, copy: Path) -> None:
         self.copy = copy
         program = Path(__file__).with_name("mutation_process.py")
-        words = [str(python_of(copy)), "-P", str(program), *_PRELOADED]
+        words = [*_apart(), str(python_of(copy)), "-P", str(program), *_PRELOADED]
         self._process = subprocess.Popen(words, cwd=copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, **job: Any) -> dict[str, Any]:
