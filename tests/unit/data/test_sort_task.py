@@ -10,7 +10,7 @@ import pytest
 from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
-from realhf.data.task_folder import MANIFEST
+from realhf.data.task_folder import MANIFEST, ensure_folder
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,22 @@ def rows(folder: Path, name: str) -> list[dict[str, str]]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_folder_is_written_beside_its_place_and_appears_whole(tmp_path: Path) -> None:
+    """In another place it could be on another disk, and no rename leads from there."""
+    seen: list[Path] = []
+
+    def write(work: Path) -> None:
+        seen.append(work.parent)
+        assert not (tmp_path / "made").exists()
+        (work / "rows").write_text("1")
+
+    assert ensure_folder(tmp_path / "made", {"seed": 1}, write) == tmp_path / "made"
+    assert seen == [tmp_path]
+    assert sorted(contents(tmp_path / "made")) == sorted(("rows", MANIFEST))
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o755
 
 
 def test_sizes_and_disjoint_prompts(data):

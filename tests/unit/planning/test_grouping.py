@@ -122,7 +122,9 @@ def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     assert tables[0].spared == []
     spared = (str(plain.calls["actor_train_step"].layout.strategy), tables[1].options[0].strategy)
     assert tables[1].spared == [(*spared, home_bytes + 2 * DEFAULT_BUCKET_BYTES)]
-    assert predict(task_of(graph, **shared), arranged).plan.calls["actor_generate"].micro_dp == (2, 1)
+    found = predict(task_of(graph, **shared), arranged)
+    assert found.plan.calls["actor_generate"].micro_dp == (2, 1)
+    assert found.step_s < predict(task_of(graph, **shared), plain).step_s, "less is moved"
 
 
 def test_what_contains_the_home() -> None:

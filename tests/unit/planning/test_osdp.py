@@ -268,6 +268,19 @@ def test_never_worse_than_one_mode_for_all(memory_gib: int, recompute: bool) -> 
     assert plan.memory_bytes <= whole.memory_bytes
 
 
+def test_a_uniform_plan_has_another_mode_only_for_operators_that_cannot_be_in_its_own() -> None:
+    problem = one_operator()
+    rigid = replace(problem.operators[0], name="rigid", modes=("replicated", "zero1"))
+    both = replace(problem, operators=(*problem.operators, rigid))
+    for asked, expected in (("sharded", ("sharded", "zero1")), ("replicated", ("replicated",)), ("zero1", ("zero1",))):
+        found = uniform_plan(both, asked, range(1, 2))
+        assert found is not None
+        assert found.problem.modes == expected
+    alone = uniform_plan(problem, "sharded", range(1, 2))
+    assert alone is not None
+    assert (alone.problem.modes, alone.slices) == (("sharded",), ((1,),))
+
+
 def strongly_correlated(count: int, seed: int, launch_s: float) -> OsdpProblem:
     """Operators of many sizes in 4 slices: each mode's time is a latency and the same seconds a byte for all."""
     random = np.random.default_rng(seed)

@@ -1,18 +1,20 @@
 """On clusters too large to search everything on every mesh: a second search, of all breadth, on few meshes."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from realhf.api.computation import FIELDS
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
+from realhf.dataflow.plan import CallCompute, CallPlan
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
 from realhf.planning.request import SearchBudget
-from realhf.planning.search import SearchResult, search_plan
+from realhf.planning.search import SearchResult, _is_wide, search_plan
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import call, with_memory
 
@@ -64,6 +66,20 @@ def test_above_64_devices_they_are_found_where_nothing_fits_without_them() -> No
     assert found.prediction.fits
     assert (found.certificate.breadth, found.certificate.num_meshes) == ("all", 3)
     assert str(found.certificate).startswith("optimal: no plan on 3 of the meshes takes less than")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),
+        ({"chunks": 2}, True),
+        ({"compute": CallCompute(offload_states=True)}, True),
+        ({"compute": CallCompute(data_parallel=(("*", "sharded"),))}, True),
+        ({"compute": CallCompute(data_parallel="fsdp")}, False),
+    ],
+)
+def test_what_only_a_search_of_all_breadth_looks_at(changes: dict[str, Any], expected: bool) -> None:
+    assert _is_wide(CallPlan(devices=(0, 4), pp=4, **changes)) is expected
 
 
 def test_without_time_the_answer_is_the_one_of_the_first_search() -> None:

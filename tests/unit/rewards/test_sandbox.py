@@ -11,6 +11,8 @@ import errno
 import mmap
 import os
 import platform
+import shutil
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -467,6 +469,14 @@ def test_what_the_kernel_lacks_is_told(
     told = confined.what_is_lacking()
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
+
+
+def test_programs_get_files_of_their_own_wherever_this_kernel_grants_them() -> None:
+    words = ["unshare", "--user", "--mount", "--ipc", "--map-current-user", "true"]
+    if not shutil.which(words[0]):
+        pytest.skip("no unshare")
+    granted = subprocess.run(words, capture_output=True, check=False).returncode == 0
+    assert sandbox._grants_own_files() == granted
 
 
 def test_the_ruleset_of_every_version_of_landlock() -> None:
