@@ -50,6 +50,8 @@ def test_sizes_and_disjoint_prompts(data):
         prompts += part
     assert len(set(prompts)) == len(prompts)
     assert {len(p) for p in prompts} == {5, 6, 7, 8}  # four to seven letters and ">"
+    wrong = [row["rejected"] for row in rows(data, "preferences.jsonl")]
+    assert max(map(len, wrong)) + 1 == sort_task.MAX_NEW_TOKENS, "with the end token"
 
 
 def test_every_file_passes_its_check(data):

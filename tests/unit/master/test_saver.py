@@ -25,6 +25,7 @@ from realhf.rundir.run import Deadlines
 from realhf.transport.messages import CheckpointWritten, Span
 from tests.unit.launch.saved_runs import MODEL
 from tests.unit.models.test_checkpoint import random_state
+from tests.waiting import PATIENCE_S
 
 HOME = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
 SPAN = Span("writing", "", 0.0, 0.0)
@@ -41,7 +42,7 @@ class Workers:
         self.states: dict[str, dict[str, float]] = {}
 
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]], *, is_last: bool) -> None:
-        assert writers == {0: ("actor",), 1: ("actor",)}
+        assert writers in ({0: ("actor",), 1: ("actor",)}, {})
         self.asked.append(Path(directory))
         self.last.append(is_last)
 
@@ -61,6 +62,7 @@ def play(
     scenario: Scenario,
     call_timeout_s: float = 600.0,
     setup: ModelSetup = TRAINED,
+    changing: tuple[str, ...] = ("actor",),
     **spec: Any,
 ) -> RunDirectory:
     """Runs `scenario` beside the saver's own task."""
@@ -75,7 +77,7 @@ def play(
         deadlines=Deadlines(floor_s=call_timeout_s),
         models={"actor": setup},
         computations={"actor": Computation()},
-        changing_models=["actor"],
+        changing_models=list(changing),
         optimizer_steps=lambda _: 3,
         initial_steps={"actor": initial_optimizer_steps(setup)},
     )
@@ -133,6 +135,14 @@ def test_the_steps_of_a_model_count_from_the_checkpoint_that_it_started_from(tmp
     directory = play(tmp_path, scenario, setup=setup)
     assert check(directory.checkpoints / "step-2").optimizer_steps == {"actor": 7 + 2 * 3}
     assert read_index(directory.checkpoints / "step-2/actor").metadata[STEPS_KEY] == 7 + 2 * 3
+
+
+def test_a_run_without_a_model_that_changes_has_checkpoints_too(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        await saver.begin(2, {})
+        await asyncio.wait_for(saver.settle(), PATIENCE_S)
+
+    assert saved_steps(play(tmp_path, scenario, changing=()).checkpoints) == [2]
 
 
 def test_nothing_is_copied_for_the_checkpoint_that_ends_the_run(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ def test_math_verify() -> None:
     assert reward("math_verify", r"\boxed{x + 1}", answer="1 + x") == 1
     assert reward("math_verify", r"\boxed{x + 2}", answer="$1 + x$") == 0
     assert reward("math_verify", "no idea", answer="3") == 0
+    with pytest.raises(ValueError, match="column 'answer' has no mathematics: ''"):
+        reward("math_verify", "3", answer="")
 
 
 def test_math_verify_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,7 @@ def add(a, b):
     count += 1
     return a + b
 def ident(x): return x
+def is_a(x, kind): return isinstance(x, kind)
 def sort(items): items.sort()
 def rotate(rows): rows[0][0], rows[:] = 9, rows[::-1]
 def grow(table, **more): table.update(more); table['self'] = table; return table
@@ -325,6 +326,7 @@ PASSING = [
     "assert add(1, 2) == 3 and add('a', b='b') == 'ab'",
     "before = count\nadd(1, 1)\nassert count == before + 1",
     "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)",
+    "class Mine: pass\nassert is_a(Mine(), Mine) is True and is_a(3, Mine) is False and is_a(True, int)",
     "result = add(2, 2)",
     "assert result == 4",
     "for x in (None, True, 0, -1, 2**63, -2**70, 10**5000, 1.5, 1e300, '', '\\ud800', b'\\xff', 1j, ...):\n"
