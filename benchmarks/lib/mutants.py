@@ -1,7 +1,8 @@
 """One-line mutations of Python code: a change that a person's slip could be, as an edit of the source text.
 
 `mutants_of` lists those of one file, `draw` takes some by a seed. Text is left alone: strings, docstrings, annotations,
-imports, decorators, what an error or a log says.
+imports, decorators, what an error or a log says. So are numbers of a module's private constants: how large a limit is
+that only one module knows, is a choice.
 """
 
 import ast
@@ -252,7 +253,7 @@ class _Finder:
                 yield self._edit(kind, node, f"({self._text(operand).decode()})", place)
             case ast.IfExp(test=test):
                 yield from self._condition(test, place, ("True", "False"))
-            case ast.Constant(value=value):
+            case ast.Constant(value=value) if not _is_private_constant(place):
                 for text in _other_constants(value):
                     yield self._edit("constant", node, text, place)
             case ast.Call():
@@ -380,6 +381,10 @@ def _defined(node: ast.stmt) -> Iterator[str]:
         for inner in ast.walk(target) if target is not None else ():
             if isinstance(inner, ast.Name):
                 yield inner.id
+
+
+def _is_private_constant(place: _Place) -> bool:
+    return bool(place.names) and all(re.fullmatch("_[A-Z0-9_]+", name) for name in place.names)
 
 
 def _is_str(*nodes: ast.expr) -> bool:

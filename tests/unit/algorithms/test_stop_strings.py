@@ -2,12 +2,14 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from realhf.algorithms.rollout.stop_strings import StopStrings
+from realhf.algorithms.rollout.stop_strings import StopStrings, is_stopped
+from realhf.api import GenerationOptions
 from tests.unit.engine.texts import byte_level_tokenizer
 
 
@@ -76,3 +78,22 @@ def test_the_work_does_not_grow_with_the_response(tmp_path):
     stops._tokenizer = Counting()
     assert not stops(np.array(tokenizer.encode("bc" * 500).ids))
     assert decoded == [6]
+
+
+def test_a_response_is_stopped_by_what_its_options_name(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save(path := str(tmp_path / "tokenizer.json"))
+
+    def tokens(text: str) -> np.ndarray:
+        return np.array(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    a, b = tokens("a").tolist()[0], tokens("b").tolist()[0]
+    options = GenerationOptions(
+        max_new_tokens=9, eos_token=b, stop_sequences=((a, a),), stop_strings=("!é",), tokenizer=path
+    )
+    plain = replace(options, eos_token=-1, stop_sequences=(), stop_strings=())
+    for response, expected in (([a, b], True), ([b, a], False), ([b, a, a], True), ([], False)):
+        assert is_stopped(np.array(response, dtype=np.int64), options) is expected, response
+        assert not is_stopped(np.array(response, dtype=np.int64), plain)
+    assert is_stopped(tokens("c!é"), options)
+    assert not is_stopped(tokens("!éc"), options)
