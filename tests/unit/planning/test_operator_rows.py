@@ -8,7 +8,7 @@ from realhf.base.errors import UserError
 from realhf.planning.model.collective_costs import CollectiveCost, CollectiveCosts
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.operator_modes import Links, Operator, OsdpPlan, OsdpProblem, solve, uniform_plan
-from realhf.planning.model.operator_rows import operator_rows, plan_text
+from realhf.planning.model.operator_rows import aligned, operator_rows, plan_text
 
 COSTS = CollectiveCosts(
     all_reduce=CollectiveCost(latency_s=1.0, seconds_per_byte=0.5),
@@ -98,3 +98,9 @@ def test_a_table_is_at_most_100_columns_wide() -> None:
     op = operator(f"layers.{'x' * 90}.up", slices=64)
     plan = OsdpPlan(problem=problem(op), batch=1, slices=((21, 21, 22),))
     assert max(map(len, plan_text(plan, {"zero1": plan}).splitlines())) <= 100
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    rows = [["name", "mode", "GiB"], ["a", "sharded", "10"]]
+    assert list(aligned(rows, words=2)) == ["name  mode     GiB", "a     sharded   10"]
+    assert list(aligned(rows, words=1)) == ["name     mode  GiB", "a     sharded   10"]
