@@ -1,14 +1,20 @@
 """Fields of a dataclass as arguments of a command, and back."""
 
 import argparse
-from dataclasses import dataclass
+import contextlib
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+import realhf
 from realhf.base.errors import UserError
-from realhf.base.options import Options, flags, option
+from realhf.base.options import Options, flags, option, options_in
 from realhf.cli.options import add_options, options_of
 
 
@@ -57,3 +63,31 @@ def test_flags_say_which_take_a_value() -> None:
         "--count": True, "--limit-s": True, "--of-kind": True, "--loud": False, "--quiet": False, "--file": True,
         "--keys": True,
     }  # fmt: skip
+
+
+def option_classes() -> Iterator[type]:
+    """Every dataclass of the package that has options."""
+    seen = set()
+    for module in pkgutil.walk_packages(realhf.__path__, "realhf."):
+        if module.name.endswith(("__main__", "._aligned")):
+            continue
+        with contextlib.suppress(ImportError):  # of packages that are for GPUs
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, type) and is_dataclass(value) and value not in seen and options_in(value):
+                    seen.add(value)
+                    yield value
+
+
+def test_defaults_are_what_the_help_says() -> None:
+    """A switch is off until it is given."""
+    said = 0
+    for of in option_classes():
+        defaults = {one.name: one.default for one in fields(of)}
+        for name, one in options_in(of).items():
+            default, words = defaults[name], re.search(r"\(default:? ([\w.+-]+)\)", one.help)
+            assert default is not True, f"{of.__name__}.{name}"
+            if words and default not in (None, MISSING):
+                said += 1
+                number = isinstance(default, int | float)
+                assert (float(words[1]) if number else words[1]) == default, f"{of.__name__}.{name}: {one.help}"
+    assert said > 15
