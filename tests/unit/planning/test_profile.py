@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 import realhf
+from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
 from realhf.planning.model.hardware import Hardware
@@ -260,3 +261,11 @@ def test_broken_hardware(tmp_path: Path) -> None:
         (tmp_path / "cpu.yaml").write_text(text.replace(old, new))
         with pytest.raises(UserError, match=message):
             load_hardware(str(tmp_path / "cpu.yaml"))
+
+
+@pytest.mark.parametrize(("model", "dtype"), [(TINY.with_head("scalar"), "float32"), (TINY, "bfloat16")])
+def test_a_profile_of_something_else_is_refused(model: DecoderConfig, dtype: DType, tmp_path: Path) -> None:
+    path = profile_path(model, dtype, "cpu", tmp_path)
+    save_profile(profile(), path)
+    with pytest.raises(UserError, match=r"\.json: the profile is of another model or dtype; measure it again"):
+        load_costs({"actor": model}, dtype=dtype, hardware=load_hardware("cpu"), root=tmp_path)
