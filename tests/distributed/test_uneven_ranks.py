@@ -28,6 +28,7 @@ from realhf.engine.interface import Stats
 from realhf.engine.train.gathering import GatheredUnit, Gathering
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import FlatLayout
+from realhf.parallel.gradients import gradient_sink
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.parallel.vocabulary import Logits
 from tests.distributed.pool import run_distributed
@@ -226,6 +227,24 @@ def run_lending(rank: int) -> tuple[bool, list[float]]:
         modules["a"](torch.zeros(1))
     gathering.end_pass()
     return vector.data_ptr() == address or rank == 1, vector[:: layout.size // 2].tolist()
+
+
+def run_sink(rank: int) -> str:
+    layout = FlatLayout({"weight": (4, 3)}, shards=2)
+    unit = GatheredUnit(layout, torch.zeros(layout.size // 2, dtype=torch.bfloat16))
+    parameter = unit.parameters["weight"] = nn.Parameter(unit.views["weight"])
+    gathering = Gathering({"unit": unit}, dist.group.WORLD)
+    gathering.connect_weight(parameter, unit)
+    gathering.attach_gradients({unit: torch.zeros(layout.size // 2)})
+    sink = gradient_sink(parameter)
+    assert sink is not None
+    assert sink is gradient_sink(parameter), "what was added stays"
+    assert sink.shape == (4, 3)
+    return str(sink.dtype)
+
+
+def test_gradients_are_added_up_in_the_dtype_that_they_are_kept_in() -> None:
+    assert run_distributed(run_sink, 2) == ["torch.float32"] * 2
 
 
 def test_a_unit_in_use_stays_where_it_is_when_a_peer_asks_for_it() -> None:
