@@ -186,17 +186,15 @@ def seconds_of(
     task: PlanningTask, call: ModelFunctionCallDef, strategy: ParallelStrategy, micro_batches: int, compute: CallCompute
 ) -> float:
     """Of a call in an option, with what it gathers where the model's home is divided."""
-    model = task.call_models[call.name].under(compute)
-    if task.homes[call.name] != call.name:
-        return model.seconds(strategy, micro_batches)
-    return _seconds_at_home(model, strategy, micro_batches, _readers(task, model, strategy))
+    return _seconds(task, task.call_models[call.name].under(compute), strategy, micro_batches)
 
 
-def _seconds_at_home(
-    model: CallModel, strategy: ParallelStrategy, micro_batches: int, readers: Sequence[CallModel]
-) -> float:
-    gathered_s = sum(other.gathering_s(strategy, 1) for other in readers)
-    return model.seconds(strategy, micro_batches) + model.gathering_s(strategy, micro_batches) + gathered_s
+def _seconds(task: PlanningTask, model: CallModel, strategy: ParallelStrategy, micro_batches: int) -> float:
+    seconds = model.seconds(strategy, micro_batches)
+    if task.homes[model.call.name] != model.call.name:
+        return seconds
+    gathered_s = sum(other.gathering_s(strategy, 1) for other in _readers(task, model, strategy))
+    return seconds + model.gathering_s(strategy, micro_batches) + gathered_s
 
 
 def _row_of(task: PlanningTask, model: CallModel, strategy: ParallelStrategy, micro_batches: int) -> OptionRow:
@@ -206,19 +204,17 @@ def _row_of(task: PlanningTask, model: CallModel, strategy: ParallelStrategy, mi
     dynamic = work.dynamic_bytes() - static
     if task.homes[call.name] == call.name:
         readers = _readers(task, model, strategy)
-        time_s = _seconds_at_home(model, strategy, micro_batches, readers)
         label, static = _home_label(task, call, work.placed), static + model.static_bytes(strategy)
         dynamic += 0 if call.trains else work.gathered_bytes()
         static += max((other.work(strategy, 1).gathered_bytes() for other in readers), default=0)
     else:
-        time_s = model.seconds(strategy, micro_batches)
         # The optimizer's states stay at home, so that every training of a model has one layout.
         copied = 2.0 * task.cluster.device_memory_bytes if call.trains else float(work.placed.copy_bytes())
     return OptionRow(
         devices=(0, strategy.size),
         strategy=label,
         micro_batches=micro_batches,
-        time_s=time_s,
+        time_s=_seconds(task, model, strategy, micro_batches),
         static_bytes=static,
         dynamic_bytes=dynamic,
         copy_bytes=copied,
