@@ -47,7 +47,8 @@ _COMMUTATIVE = frozenset(
     {"min", "max", "minimum", "maximum", "gcd", "lcm", "hypot", "isclose", "allclose", "logaddexp"}
 )
 _LOGS = re.compile(r"(log|logger|_log|_logger|logging|warnings|console)\.|print$|warn$")
-_WORDS = frozenset({"help", "metavar", "description", "epilog", "message", "title"})  # keywords that hold text
+# Keywords that hold text, and the one by which `zip` asserts.
+_WORDS = frozenset({"help", "metavar", "description", "epilog", "message", "title", "strict"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _APART = (ast.Starred, ast.Lambda, ast.ListComp, ast.GeneratorExp)  # arguments that nobody mistakes for another
 

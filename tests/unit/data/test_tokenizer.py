@@ -186,6 +186,10 @@ def test_errors_name_the_tokenizer_and_the_remedy(tmp_path: Path) -> None:
         TextTokenizer(tmp_path / "old")
     with pytest.raises(ValueError, match=r"'A' in 'bA' has no token"):
         TextTokenizer(tmp_path / "tokenizer.json").encode("bA")
+    with pytest.raises(ValueError, match=f"'A' in 'A{'b' * 78}…' has no token"):
+        TextTokenizer(tmp_path / "tokenizer.json").encode("A" + 80 * "b")
+    with pytest.raises(ValueError, match=f"'A' in 'A{'b' * 79}' has no token"):
+        TextTokenizer(tmp_path / "tokenizer.json").encode("A" + 79 * "b")
 
 
 GOOD_PATTERNS = [  # of GPT-2, Llama 3, GPT-4o, BLOOM, DeepSeek, XLM-R

@@ -398,7 +398,8 @@ def test_an_infeasible_problem_says_what_would_do() -> None:
 def test_operators_of_a_decoder_add_up() -> None:
     links = Links(num_devices=8, latency_s=0, seconds_per_byte=1e-10)
     training = Training(sequence_length=32, flops=1e12, links=links, memory_bytes=GIB)
-    for model in (SMALL, SMALL.with_head("scalar"), replace(SMALL, tied_embeddings=True)):
+    plain = replace(SMALL, mlp="plain")
+    for model in (SMALL, SMALL.with_head("scalar"), replace(SMALL, tied_embeddings=True), plain):
         problem = decoder_problem(model, training)
         assert sum(op.parameter_bytes for op in problem.operators) == 2 * parameter_count(model)
         assert sum(op.state_bytes for op in problem.operators) == 16 * parameter_count(model)
