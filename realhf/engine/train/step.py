@@ -180,9 +180,11 @@ class Trainer:
         In float64: a float32 sum depends on the layout in the fifth digit.
         """
         gradient, updated = self.parameters.gradient, self.parameters.updated
-        parts = [(part, place_of(part.start, updated)) for part in self._counted if part.stop > part.start]
-        squares = [square_sum(gradient[start : start + part.stop - part.start]) for part, start in parts]
-        square = torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
+        square = gradient.new_zeros((), dtype=torch.float64)
+        for part in self._counted:
+            if part.stop > part.start:
+                start = place_of(part.start, updated)
+                square += square_sum(gradient[start : start + part.stop - part.start])
         if self.decoder.groups.model is not None:
             dist.all_reduce(square, group=self.decoder.groups.model)
         return math.sqrt(square.item())
