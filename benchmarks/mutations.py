@@ -89,6 +89,8 @@ def _survivors(
     mutants: Sequence[Mutant], tests: TestMap, files: Mapping[str, bytes], arguments: Any
 ) -> dict[Mutant, int]:
     """The mutants that no test failed for, with the number of tests that ran."""
+    if not mutants:  # a map alone leaves the copies as they are: another draw may use them
+        return {}
     folder, began = arguments.map.resolve(), time.monotonic()
     copies = [folder / f"copy-{index}" for index in range(arguments.processes)]
     for copy in copies:

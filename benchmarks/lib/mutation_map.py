@@ -58,7 +58,7 @@ class TestMap:
 
         First the files of the same room, and of these and of others the quick ones.
         """
-        found = self._of_import(mutant) if mutant.names else self._executing({mutant.path: _bits(mutant.runs)})
+        found = self._executing({mutant.path: _bits(mutant.runs)}) if mutant.runs else self._of_import(mutant)
         by_file: dict[str, list[MappedTest]] = {}
         for test in found:
             by_file.setdefault(test.file, []).append(test)

@@ -1,5 +1,6 @@
 """The reward of a program that a model has written: its unit tests, in a sandbox."""
 
+import contextlib
 import json
 import logging
 import re
@@ -59,10 +60,8 @@ def program_of(response: str) -> str:
 def listed_tests(value: Any) -> list[str]:
     """The tests of a column's value, see `unit_tests`."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
+        with contextlib.suppress(ValueError):  # it is a test that begins with a list
             value = json.loads(value)
-        except ValueError:
-            return [value]
     tests = value if isinstance(value, list) else [value]
     return [test for test in tests if isinstance(test, str) and test.strip()]
 

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,16 @@ from realhf.data import reverse_task
 
 def rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("task", ["reverse_task", "sort_task"])
+def test_the_command_makes_the_files_and_says_so(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [task, str(tmp_path / "data"), "--seed", "3"])
+    runpy.run_module(f"realhf.data.{task}", run_name="__main__")
+    assert str(tmp_path / "data") in capsys.readouterr().out
+    assert json.loads((tmp_path / "data/manifest.json").read_text())["seed"] == 3
 
 
 def test_a_seed_gives_the_same_files_and_no_word_is_in_two(tmp_path: Path) -> None:

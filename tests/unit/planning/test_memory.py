@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.architecture.compute import ComputeConfig, Recomputed
 from realhf.architecture.decoding import GraphLife
-from realhf.architecture.model import LLAMA, DecoderConfig, Experts
+from realhf.architecture.model import LLAMA, DecoderConfig, DType, Experts
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers
@@ -50,6 +50,20 @@ BACKWARD = (
 )  # what the backward pass has of a token beside: the final norm's, or as much of the MLP's
 RECOMPUTE = EngineFeatures(recomputation="full")
 WHOLE = EngineFeatures(full_logits=True)
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 4), ("float32", 4), ("float64", 8)])
+def test_logits_are_in_float32_at_least(dtype: DType, item: int) -> None:
+    work = work_of(
+        call("m", TINY, INFERENCE, "x"),
+        ParallelStrategy(tp=2),
+        1,
+        dtype=dtype,
+        features=EngineFeatures(logits_chunk_bytes=None),
+    )
+    assert work._logits_bytes(10) == 10 * 32 / 2 * item
+    critic = work_of(call("m", TINY.with_head("scalar"), INFERENCE, "x"), ParallelStrategy(tp=2), 1, dtype=dtype)
+    assert critic._logits_bytes(10) == 10 * item
 
 
 def test_static_bytes() -> None:

@@ -34,6 +34,7 @@ from realhf.planning.model.operator_modes import (
     uniform_plan,
 )
 from realhf.planning.model.operators import Training, decoder_problem
+from realhf.planning.osdp import OsdpRequest
 from tests.waiting import PATIENCE_S
 
 SMALL = DecoderConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=256)
@@ -413,6 +414,21 @@ def test_operators_of_a_decoder_add_up() -> None:
         again = decoder_problem(model, replace(training, recompute=True))
         kept = 2 * 32 * (model.num_layers * 64 + activation_elements(model, 1))  # inputs of layers, and one layer
         assert again.bytes_per_sample == kept + 3 * 32 * outputs * 4
+
+
+def test_a_request_asks_for_what_it_was_given() -> None:
+    request = OsdpRequest(
+        model="llama7b", devices=4, memory_gb=2.0, sequence_length=128, modes=("zero1",), recompute=True, prefetch=True,
+        dtype="float32", launch_us=7.0,
+    )  # fmt: skip
+    problem = request.problem()
+    assert (problem.memory_bytes, problem.modes, problem.recompute, problem.prefetch) == (
+        2 * GIB, ("zero1",), True, True,
+    )  # fmt: skip
+    assert (problem.links.num_devices, problem.links.launch_s) == (4, pytest.approx(7e-6))
+    plain = replace(request, recompute=False, prefetch=False).problem()
+    assert not plain.recompute
+    assert not plain.prefetch
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

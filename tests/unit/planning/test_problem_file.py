@@ -87,6 +87,7 @@ def change(path: str, value: Any) -> Callable[[Problem], None]:
         (change("num_devices", "8"), r"at `\$.num_devices`"),
         (change("calls/0/options/0/time_us", 1.5), r"at `\$.calls\[0\].options\[0\].time_us`"),
         (change("calls/0/options/0/time_us", -1), r"at `\$.calls\[0\].options\[0\].time_us`"),
+        (change("calls/0/options/0/devices", [2**20 + 1, 1]), r"at `\$.calls\[0\].options\[0\].devices\[0\]`"),
         (change("calls/0/options/0/devices", [0, 0]), r"at `\$.calls\[0\].options\[0\].devices\[1\]`"),
         (change("calls/0/options/0/devices", [4, 5]), r"'actor_gen': options\[0\]: devices \[4, 5\] reach beyond"),
         (change("calls/0/options/0/static_bytes", 10**12), "'actor_gen'.*static_bytes=1000000000000 is above"),

@@ -167,6 +167,12 @@ def test_measured_times_are_used() -> None:
     assert timings.layer(3, 16, 1, backward=True, tp_crosses_nodes=False) == 6.0
     assert timings.layer(3, 16, 2, backward=False, tp_crosses_nodes=False) == 0.75 * 3
     assert timings.decode_layer(2, 15, 1, tp_crosses_nodes=False) == 3.0  # between the contexts
+    # Of a group that was not measured: the work of the largest one divided further, with two all-reduces of its own, of
+    # 2 tokens of 64 numbers, in place of those that were measured.
+    two, four = (2 * timings.all_reduce(2 * 64 * 4, size, crosses_nodes=False) for size in (2, 4))
+    assert timings.decode_layer(2, 15, 4, tp_crosses_nodes=False) == pytest.approx((3.0 - two) * 2 / 4 + four)
+    found = timings.hardware
+    assert (found.call_overhead_s, found.sampling_s, found.mini_batch_s) == (0.01, 0.002, 0.0)
     assert timings.optimizer(10**9) == pytest.approx(1.0)
     assert timings.send(50, crosses_nodes=False) == 0.5
     assert timings.all_reduce(100, 3, crosses_nodes=False) == pytest.approx(0.2)  # between the group sizes

@@ -16,7 +16,16 @@ def no_object(value: Any) -> Any:
 
 
 CODEC = Codec(no_object, no_object)
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers()
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers()
+    | st.sampled_from([..., NotImplemented])
+)
 VALUES = st.recursive(
     PLAIN | st.decimals() | st.fractions() | st.dates() | st.datetimes() | st.times() | st.timedeltas(),
     lambda inner: (
