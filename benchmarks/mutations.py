@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="mutants; 0 makes the map alone")
     parser.add_argument("--modules", nargs="+", default=MODULES, metavar="PATH", help="folders of realhf/, or files")
     parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="where tests are taken from")
-    parser.add_argument("--budget", type=float, default=60.0, metavar="S", help="of tests' time for each mutant")
+    parser.add_argument("--budget", type=float, default=120.0, metavar="S", help="of tests' time for each mutant")
     parser.add_argument("--processes", type=int, default=2, help="mutants at a time")
     words = "keeps copies and the map of tests here"
     folder = Path(platformdirs.user_cache_dir("realhf")) / "mutations"

@@ -59,6 +59,8 @@ class TestMap:
         First the files of the same room, and of these and of others the quick ones.
         """
         found = self._executing({mutant.path: _bits(mutant.runs)}) if mutant.runs else self._of_import(mutant)
+        # A process that may not write to the map's memory, as in a sandbox, is in none.
+        found = found or [test for test in self.tests if _distance(mutant.path, test.file) == 0]
         by_file: dict[str, list[MappedTest]] = {}
         for test in found:
             by_file.setdefault(test.file, []).append(test)

@@ -155,6 +155,10 @@ def test_a_template_of_the_users(tmp_path: Path) -> None:
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/brief.jinja").write_text("{{ messages[0].content }}?")
     assert TextTokenizer(folder, "brief").apply_chat_template(chat) == "a?"
+    (folder / "additional_chat_templates/always.jinja").write_text("!")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(UserError, match="it has the chat templates always, brief; name one with chat_template"):
+        TextTokenizer(folder).template()
     with pytest.raises(UserError, match=r"chat_template='nowhere\.jinja': no such file or directory; give a file"):
         TextTokenizer(folder, "nowhere.jinja").template()
     with pytest.raises(UserError, match=r"its chat template is broken \(.*\); correct it"):
