@@ -197,7 +197,8 @@ def test_tests_of_a_line_quick_files_first_within_the_budget() -> None:
     assert names(2.0) == "c"
     assert names(0.0) == "c"  # one at least
     assert found.of(mutant_at("self.size +="), 2.0)[1] == 5
-    assert found.of(mutant_at("return"), 9.0) == ([], 0)
+    assert found.of(mutant_at("return"), 100.0)[1] == len(tests), "no map has it: all tests of its room"
+    assert maps.TestMap([], {}).of(mutant_at("return"), 9.0) == ([], 0)
 
 
 def test_tests_of_the_same_room_come_first() -> None:
