@@ -229,6 +229,19 @@ def test_no_capabilities() -> None:
     assert attempt(status) in ("PermissionError", "FileNotFoundError")
 
 
+def test_a_confined_process_has_no_capability_left_and_can_gain_none(tmp_path: Path) -> None:
+    """By what the kernel says of it, read by a descriptor from before."""
+    child = os.fork()
+    if child == 0:
+        status = os.open("/proc/self/status", os.O_RDONLY)
+        confined.confine(str(tmp_path), [], {})
+        lines = dict(line.split(":\t") for line in os.read(status, 8192).decode().splitlines() if ":\t" in line)
+        kept = [name for name in ("CapInh", "CapPrm", "CapEff", "CapAmb") if int(lines[name], 16)]
+        is_bound = os.geteuid() != 0 or int(lines["CapBnd"], 16) == 0  # only root may lower the bound
+        os._exit(0 if not kept and is_bound and lines["NoNewPrivs"] == "1" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_memory() -> None:
     limits = Limits(memory_mb=512, time_s=PATIENCE_S)
     bodies = ["bytearray(2**30)", "x = []\nwhile True: x.append(bytearray(2**20))", "return len(bytearray(2**26))"]
