@@ -24,9 +24,10 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.profile import CallOverheads
+from realhf.planning.model.seconds import RankSeconds, crossings
 from realhf.planning.model.timings import Costs, load_costs
 from realhf.planning.model.workload import Workload
-from tests.unit.planning.graphs import TINY, Stub, call, call_model, cpu_cluster, with_memory
+from tests.unit.planning.graphs import TINY, Stub, call, call_model, cpu_cluster, with_memory, work_of
 
 CPU = load_hardware("cpu")
 ROUND = structs.replace(CPU, call_overhead_s=7.0, sampling_s=0.25)
@@ -118,6 +119,18 @@ def test_seconds_of_equal_stages_are_slots() -> None:
         dtype="float32",
     )
     assert cost.seconds(ParallelStrategy(1, 1, 4), 8) == 7 + (8 + 4 - 1) * 1.5
+
+
+@pytest.mark.parametrize(
+    ("zero1", "fully_sharded", "share"), [(True, False, 4), (False, True, 4), (True, True, 4), (False, False, 1)]
+)
+def test_a_device_updates_what_is_divided(zero1: bool, fully_sharded: bool, share: int) -> None:
+    definition = call("m", TINY, TRAIN_STEP, "x")
+    work = work_of(
+        definition, ParallelStrategy(dp=4), 1, features=replace(ENGINE, zero1=zero1, fully_sharded=fully_sharded)
+    )
+    found = RankSeconds(work, RoundTimings(), crossings(ParallelStrategy(dp=4), cpu_cluster(4)))._updated()
+    assert found == pytest.approx(parameter_count(TINY) / share, rel=0.01)
 
 
 def test_states_in_host_memory_come_and_go_for_every_optimizer_step() -> None:
