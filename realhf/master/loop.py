@@ -244,8 +244,7 @@ class Dispatcher:
             record.completions += reply.completions
             if request.returns_state:
                 record.take_state(worker, reply.state)
-            if reply.stats:
-                record.stats_of[worker] = reply.stats
+            record.stats_of[worker] = reply.stats
             directories[node.step].record(worker, reply.outputs)
             pending[node] -= 1
             if not pending[node]:

@@ -25,7 +25,7 @@ from realhf.planning.model.activations import (
 )
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.features import ENGINE, EngineFeatures, of_setup
+from realhf.planning.model.features import ENGINE, FEATURES, EngineFeatures, of_setup
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import layers_in_flight
 from realhf.planning.model.sizes import model_sizes
@@ -50,6 +50,12 @@ BACKWARD = (
 )  # what the backward pass has of a token beside: the final norm's, or as much of the MLP's
 RECOMPUTE = EngineFeatures(recomputation="full")
 WHOLE = EngineFeatures(full_logits=True)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_of_a_what_if_changes_something(name: str) -> None:
+    field, with_it, without = FEATURES[name]
+    assert replace(ENGINE, **{field: with_it}) != replace(ENGINE, **{field: without})
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 4), ("float32", 4), ("float64", 8)])
