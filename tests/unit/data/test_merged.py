@@ -45,6 +45,7 @@ def test_a_sample_has_a_row_of_each_in_its_own_order(merged: MergedDataset) -> N
 def test_the_content_of_both(merged: MergedDataset) -> None:
     extent = merged.check()
     assert (extent.rows, set(extent.keys)) == (5, {"prompt", "tokens"})
+    assert list(extent.columns) == ["prompt"], "of the prompts, whose rows rewards are given"
     assert merged.lengths()["tokens"] == (7.0, 7, 49.0)
     assert len(merged.describe().splitlines()) == 2
 

@@ -106,6 +106,17 @@ def row(task: PlanningTask, name: str, option: Option) -> OptionRow:
     return row_of(task, task.graph.model_calls[name], *option.shape, option.compute)
 
 
+def test_a_cache_that_stays_counts_once_and_for_good() -> None:
+    task, name, kept = on_gpus(ppo("llama7b"), 4), "actor_generate", []
+    for option in options_to_search(task, name):
+        work = task.call_models[name].under(option.compute).work(*option.shape)
+        found = row(task, name, option)
+        assert found.static_bytes == work.kept_cache_bytes()
+        assert found.static_bytes + found.dynamic_bytes == pytest.approx(work.dynamic_bytes())
+        kept.append(work.kept_cache_bytes())
+    assert max(kept) > 0
+
+
 def costs(task: PlanningTask, name: str, option: Option) -> tuple[float, ...]:
     of = row(task, name, option)
     return of.time_s, of.static_bytes, of.dynamic_bytes, of.copy_bytes
