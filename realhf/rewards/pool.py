@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Literal, get_args
 
 from realhf.base.errors import UserError
@@ -67,10 +67,10 @@ class Score:
     """
 
     reward: float
-    is_valid: bool = True
-    values: dict[str, float | None] = field(default_factory=dict)
-    failures: dict[str, Failure] = field(default_factory=dict)
-    seconds: float = 0.0
+    is_valid: bool
+    values: dict[str, float | None]
+    failures: dict[str, Failure]
+    seconds: float
 
 
 class RewardPool:

@@ -49,6 +49,8 @@ def test_a_gpu_s_share_of_the_cpus() -> None:
     assert found.cpus_per_gpu("gpu", "a100") == 15
     assert found.cpus_per_gpu(None, None) == 1  # the default partition has no GPUs
     assert Offer().cpus_per_gpu(None, None) == 1
+    few = replace(found.nodes_of("gpu")[0], cpus=4, gpus={"h100": 8})
+    assert Offer(nodes=(few,)).cpus_per_gpu("gpu", "h100") == 1, "one at least"
 
 
 @pytest.mark.parametrize(
