@@ -294,3 +294,12 @@ def test_a_profile_holds_for_other_lengths_by_what_attention_adds(backward: bool
     share = 2 * h * 100 / (2 * weights + 2 * h * own)
     assert layer_s(own + 100) == pytest.approx(curve.at(64) * (1 + share))
     assert layer_s(own / 2) < layer_s(own)
+
+
+def test_lengths_in_words() -> None:
+    assert Workload(prompt_tokens=8, new_tokens=0).text(4) == "8"
+    assert Workload(prompt_tokens=8, new_tokens=5).text(4) == "8 + 5"
+    drawn = LengthDistribution((2, 6), (0.5, 0.5))
+    longest = drawn.expected_longest(4)
+    differ = Workload(prompt_tokens=8, new_tokens=4, max_new_tokens=6, responses=drawn)
+    assert differ.text(4) == f"8 + 4 (longest {longest:.4g})"
