@@ -22,12 +22,7 @@ _READ_BYTES = 2**20
 
 COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__")
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
-OPERATORS = tuple(
-    f"__{prefix}{name}__"
-    for name in _ARITHMETIC.split()
-    for prefix in ("", "r", "i")
-    if (prefix, name) != ("i", "divmod")
-)
+OPERATORS = tuple(f"__{prefix}{name}__" for name in _ARITHMETIC.split() for prefix in ("", "r", "i"))
 _OTHERS = (
     "call len iter next getitem setitem delitem contains enter exit bool hash int float index complex abs neg pos "
     "invert round trunc floor ceil reversed length_hint"

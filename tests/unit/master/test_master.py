@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import selectors
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,27 @@ def test_a_master_that_can_write_no_status_leaves_its_reason_to_the_launcher(
     activity = read_activity(directory.activity("master"))
     assert activity is not None
     assert activity.text == message
+
+
+def test_a_master_of_an_earlier_start_that_is_interrupted_writes_nothing(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    async def two_starts(run: Any, directory: RunDirectory, server: Any) -> None:
+        begin_start(directory)
+        earlier = Master(run, directory, server, current_start(directory))
+        begin_start(directory)
+        present = Master(run, directory, server, current_start(directory))
+        monkeypatch.setattr(master_module, "write_status", lambda _, status: written.append(status.state))
+        earlier.interrupted()
+        assert written == []
+        present.interrupted()
+        raise RunError("ended")
+
+    monkeypatch.setattr(sys.modules[__name__], "_run", two_starts)
+    assert end_of(directory, []) == "ended"
+    assert written == ["interrupted"]
 
 
 @pytest.fixture
