@@ -297,6 +297,12 @@ def test_the_common_beginning_is_that_of_trl_up_to_a_word() -> None:
             "chat (no way)",
         ),
         (
+            SFTDataset,
+            {"messages": turns("a", "b")},
+            {"chat_template": "{% generation %}{{ raise_exception('no ' + 'way') }}{% endgeneration %}"},
+            "refuses the chat (no way)",
+        ),
+        (
             PromptDataset,
             {"prompt": turns("a")},
             {"chat_template": "{{ messages[9].role }}"},

@@ -5,12 +5,32 @@ from pathlib import Path
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.planning.clusters import clusters_of, parse_cluster, with_memory
+from realhf.planning.clusters import clusters_of, devices_per_node, parse_cluster, with_memory
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.request import DevicesRequest
 
 H100 = Cluster(num_nodes=16, devices_per_node=8, hardware=load_hardware("h100"))
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "given", "planned", "expected"),
+    [
+        (8, 2, None, None, 4), (None, 2, None, 6, 3), (8, 2, None, 6, 4), (None, 3, 4, None, 4), (12, 3, 4, None, 4),
+        (None, 2, None, None, None),
+    ],
+)  # fmt: skip
+def test_devices_of_a_node(
+    workers: int | None, nodes: int, given: int | None, planned: int | None, expected: int | None
+) -> None:
+    request = DevicesRequest(num_workers=workers, nodes=nodes, gpus_per_node=given)
+    assert devices_per_node(request, planned) == expected
+
+
+@pytest.mark.parametrize(("workers", "nodes", "given"), [(7, 2, None), (1, 2, None), (9, 2, 4)])
+def test_numbers_of_devices_that_contradict_each_other(workers: int, nodes: int, given: int | None) -> None:
+    with pytest.raises(UserError, match=f"--num-workers {workers} is not --nodes {nodes} x --gpus-per-node"):
+        devices_per_node(DevicesRequest(num_workers=workers, nodes=nodes, gpus_per_node=given), None)
 
 
 def test_names() -> None:

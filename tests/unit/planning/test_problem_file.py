@@ -92,6 +92,7 @@ def change(path: str, value: Any) -> Callable[[Problem], None]:
         (change("calls/0/options/0/devices", [4, 5]), r"'actor_gen': options\[0\]: devices \[4, 5\] reach beyond"),
         (change("calls/0/options/0/static_bytes", 10**12), "'actor_gen'.*static_bytes=1000000000000 is above"),
         (change("calls/0/options", []), r"at `\$.calls\[0\].options`"),
+        (change("calls/0/parents", [["actor_train", 1]] * 1025), r"at `\$.calls\[0\].parents`"),
         (change("calls/0/parents", [["nobody", 1]]), "'actor_gen': parents names 'nobody'"),
         (change("calls/0/parents", [["actor_train", -1]]), r"at `\$.calls\[0\].parents\[0\]\[1\]`"),
         (change("calls/0/parents", [["actor_train", 0]]), "in a circle"),

@@ -1,6 +1,8 @@
 """No plan by rule that fits is faster than the searched one, whatever the budget, the cluster and the options."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
+from realhf.dataflow.plan import CallPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.planning import search
 from realhf.planning.explain.comparison import compare, describe
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
@@ -55,6 +59,37 @@ def test_one_evaluation_is_enough(
     shared = settings(graph, cpu_cluster(*devices), batch_size, workload)
     task = PlanningTask(graph=graph, max_steps_in_flight=in_flight, offload=offload, **shared)
     check(task, searched(task, 1, seed=seed))
+
+
+def test_a_searched_plan_notes_what_it_is_from() -> None:
+    graph = ppo()
+    task = PlanningTask(graph=graph, max_steps_in_flight=1, **settings(graph, cpu_cluster(2)))
+    notes = searched(task, 50, seed=3).plan.notes
+    assert (notes["hardware"], notes["costs"], notes["seed"]) == ("cpu", "analytic", 3)
+    assert 1 <= notes["evaluations"] <= 50  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("fits", "chosen"), [((True,), 0), ((False, True), 1), ((False, False), 0)])
+def test_a_plan_without_groups_where_the_grouped_one_does_not_fit(
+    fits: tuple[bool, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = ppo(mini_batches=1)
+    task = PlanningTask(graph=graph, max_steps_in_flight=1, **settings(graph, cpu_cluster(4)))
+    calls = {name: CallPlan(devices=(0, 4), dp=4) for name in graph.calls}
+    calls |= {
+        "actor_train_step": CallPlan(devices=(0, 4), tp=4), "actor_generate": CallPlan(devices=(0, 4), dp=2, tp=2)
+    }  # fmt: skip
+    plan, asked = task.plan(calls), []
+
+    def fastest(_: Any, of: Any, native: str, choice: list[int]) -> Any:
+        assert (native, choice) == ("tables", [0])
+        asked.append(SimpleNamespace(fits=fits[len(asked)], plan=of))
+        return asked[-1]
+
+    monkeypatch.setattr(search, "fastest_order", fastest)
+    assert search._ordered(task, plan, "tables", [0]) is asked[chosen]  # type: ignore[arg-type]
+    assert asked[0].plan.calls["actor_generate"].micro_dp != (1, 1)
+    assert [each.plan for each in asked[1:]] == [plan] * (len(fits) - 1)
 
 
 def large(num_nodes: int, batch_size: int = 512) -> PlanningTask:
