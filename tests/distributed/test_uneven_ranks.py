@@ -229,6 +229,36 @@ def run_lending(rank: int) -> tuple[bool, list[float]]:
     return vector.data_ptr() == address or rank == 1, vector[:: layout.size // 2].tolist()
 
 
+AGAIN = Uneven(dp=2, config=TWO, compute=way("fsdp"), micro_batches=2, in_loss=(1,) * 8)
+
+
+def run_again(rank: int) -> tuple[float, float]:
+    """The gradient's norm of a step, and of the same step after one that has failed on all ranks half-way."""
+    groups = GroupTable([AGAIN.layout], rank).groups(AGAIN.layout)
+    batch = AGAIN.uneven_batch.split(2)[groups.dp_index]
+    norms, calls = [], []
+
+    def failing(output: Any, part: Batch) -> tuple[Tensor, Stats]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("half-way")
+        return next_token_loss(output, part)
+
+    for fails in (False, True):
+        model = built(AGAIN.config, groups, AGAIN.compute)
+        if fails:
+            with pytest.raises(RuntimeError, match="half-way"):
+                model.train_step(batch, "tokens", failing, trained_tokens, AGAIN.micro_batches)
+        stats = model.train_step(batch, "tokens", next_token_loss, trained_tokens, AGAIN.micro_batches)
+        norms.append(stats["grad_norm"][0])
+    return norms[0], norms[1]
+
+
+def test_a_step_that_has_failed_leaves_no_gradient_to_the_next() -> None:
+    for plain, again in run_distributed(run_again, 2):
+        assert again == pytest.approx(plain, rel=1e-12)
+
+
 def run_sink(rank: int) -> str:
     layout = FlatLayout({"weight": (4, 3)}, shards=2)
     unit = GatheredUnit(layout, torch.zeros(layout.size // 2, dtype=torch.bfloat16))
