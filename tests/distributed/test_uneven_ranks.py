@@ -233,15 +233,18 @@ AGAIN = Uneven(dp=2, config=TWO, compute=way("fsdp"), micro_batches=2, in_loss=(
 
 
 def run_again(rank: int) -> tuple[float, float]:
-    """The gradient's norm of a step, and of the same step after one that has failed on all ranks half-way."""
+    """The gradient's norm of a step, and of the same step after one that has failed on all ranks behind the head."""
     groups = GroupTable([AGAIN.layout], rank).groups(AGAIN.layout)
     batch = AGAIN.uneven_batch.split(2)[groups.dp_index]
     norms, calls = [], []
 
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("half-way")
+
     def failing(output: Any, part: Batch) -> tuple[Tensor, Stats]:
         calls.append(1)
         if len(calls) == 2:
-            raise RuntimeError("half-way")
+            output.hidden.register_hook(fail)
         return next_token_loss(output, part)
 
     for fails in (False, True):
