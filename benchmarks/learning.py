@@ -51,9 +51,10 @@ class Task:
     quick: bool
 
     def run(self, run: str, name: str, *words: str | Path) -> tuple[Evaluation, Evaluation]:
-        """The first and the last evaluation of `realhf run NAME`."""
+        """The first and the last evaluation of `realhf run NAME`, which is made once."""
         few = ("--steps", "2") if self.quick else ()
-        realhf("run", name, "--run-dir", str(self.folder / run), *WORKERS, *map(str, words), *few)
+        if not (self.folder / run).exists():
+            realhf("run", name, "--run-dir", str(self.folder / run), *WORKERS, *map(str, words), *few)
         evaluations = read_lines(self.folder / run / "evaluations.jsonl", evaluation_line).values
         return evaluations[0], evaluations[-1]
 
