@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ MEASURES = (
     "realhf/algorithms",
     "realhf/data",
     "realhf/experiments",
+    "realhf/rewards",
     "experiments",
     "scripts/main_job.py",
 )
@@ -68,16 +68,14 @@ class Task:
 class Sorting(Task):
     """The sorting task, from a fine-tuned model and with a reward model of its preference pairs."""
 
-    @cached_property
+    @property
     def data(self) -> Path:
         return sort_task.ensure(self.folder / "data")
 
-    @cached_property
-    def tuned(self) -> tuple[Evaluation, Evaluation]:
+    def tune(self) -> tuple[Evaluation, Evaluation]:
         return self.run("sft", "experiments/sft.py", "--data-dir", self.data)
 
-    @cached_property
-    def judged(self) -> tuple[Evaluation, Evaluation]:
+    def judge(self) -> tuple[Evaluation, Evaluation]:
         words = ("--judge.lr", "3e-4", "--steps", "150", "--batch-size", "64", *self.pairs)
         return self.of_tuned("judge", "reward", *words)
 
@@ -90,7 +88,7 @@ class Sorting(Task):
         return ("--data", self.data / "prompts.jsonl", "--eval-data", self.data / "evaluation.jsonl")
 
     def of_tuned(self, run: str, name: str, *words: str | Path) -> tuple[Evaluation, Evaluation]:
-        assert self.tuned
+        self.tune()
         return self.run(run, name, "--model", self.folder / "sft", "--tokenizer", self.data, *words)
 
     def rl(self, run: str, name: str, options: str, *words: str | Path) -> tuple[Evaluation, Evaluation]:
@@ -112,7 +110,7 @@ def row(name: str, before: float, after: float, target: float, *, less: bool = F
 
 
 def fine_tuning(task: Sorting) -> Rows:
-    before, after = task.tuned
+    before, after = task.tune()
     yield row("fine-tuning", before["accuracy"], after["accuracy"], 0.35)
 
 
@@ -135,12 +133,12 @@ def safe_rlhf(task: Sorting) -> Rows:
 
 
 def reward_model(task: Sorting) -> Rows:
-    before, after = task.judged
+    before, after = task.judge()
     yield row("reward model, of pairs", before["pair_accuracy"], after["pair_accuracy"], 0.95)
 
 
 def by_model(task: Sorting) -> Rows:
-    assert task.judged
+    task.judge()
     judge = str(task.folder / "judge")
     task.rl("ppo-by-model", "ppo", "ppo", "--reward.model", judge, "--critic.model", judge, *CRITIC)
     yield from with_greedy("ppo, reward model", task.measured("sft"), task.measured("ppo-by-model"), (0.75, 0.85))

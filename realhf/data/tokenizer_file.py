@@ -45,9 +45,10 @@ def load_tokenizer(path: Path) -> Any:
     try:
         content = read_bytes(path)
         values = decode_loose_json(content)
-        if (largest := max(_ids(values), default=0)) > _MAX_ID:
+        named = list(_named(values))
+        if (largest := max(_ids(named), default=0)) > _MAX_ID:
             raise UserError(f"tokenizer {path}: the token id {largest} is above {_MAX_ID}; {_REMEDY}")
-        for pattern in _patterns(values):
+        for pattern in (part for name, part in named if name == "Regex" and isinstance(part, str)):
             if reason := why_without_end(pattern):
                 raise UserError(
                     f"tokenizer {path}: the pattern {pattern[:80]!r} {reason}, so that a short text can take it for "
@@ -68,29 +69,22 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def _ids(values: Any) -> Iterator[int]:
-    """Every id of a token in the values of a tokenizer.json."""
-    for value in values if isinstance(values, list) else ():
-        yield from _ids(value)
-    for name, part in values.items() if isinstance(values, dict) else ():
+def _named(value: Any) -> Iterator[tuple[str, Any]]:
+    """Everything with a name within the values of a tokenizer.json, but for the tokens of a vocabulary."""
+    for part in value if isinstance(value, list) else ():
+        if isinstance(part, dict | list):
+            yield from _named(part)
+    for name, part in value.items() if isinstance(value, dict) else ():
+        yield name, part
+        if name != "vocab":  # of a hundred thousand
+            yield from _named(part)
+
+
+def _ids(named: list[tuple[str, Any]]) -> Iterator[int]:
+    """Every id of a token."""
+    for name, part in named:
         found = part.values() if name == "vocab" and isinstance(part, dict) else [part] if name == "id" else ()
         yield from (each for each in found if isinstance(each, int))
-        if name != "vocab":
-            yield from _ids(part)
-
-
-def _patterns(value: Any) -> Iterator[str]:
-    """Every regular expression in the values of a tokenizer.json."""
-    if isinstance(value, dict):
-        if isinstance(pattern := value.get("Regex"), str):
-            yield pattern
-        for name, part in value.items():
-            if name != "vocab":  # of a hundred thousand
-                yield from _patterns(part)
-    elif isinstance(value, list):
-        for part in value:
-            if isinstance(part, dict | list):
-                yield from _patterns(part)
 
 
 @dataclass

@@ -211,6 +211,12 @@ def test_top_p_needs_no_token_more_than_reach_it(p: float, kept: list[int]) -> N
     torch.testing.assert_close(found[0, kept].exp(), renormalised, rtol=1e-12, atol=0)
 
 
+def test_of_equals_top_p_keeps_the_first_tokens() -> None:
+    """Whatever a sort of another machine would put first: 1,000 equal tokens, of which half are enough."""
+    kept = Truncation(top_p=0.4999)(torch.zeros(1, 1000).log_softmax(-1)).isfinite()[0]
+    assert kept.nonzero().flatten().tolist() == list(range(500))
+
+
 def test_top_p_is_of_what_top_k_has_left() -> None:
     logprobs = torch.tensor([[0.4, 0.2, 0.1, 0.3]], dtype=torch.float64).log()
     # Of the two most likely, 4/7 and 3/7 are left; 0.57 is reached by the first, 0.58 is not.

@@ -23,6 +23,7 @@ from realhf.planning.model.reallocation import (
 from realhf.planning.options import Option, call_options
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
+from realhf.planning.problem.native import reallocation_table
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
 from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings, task_of
 
@@ -122,9 +123,17 @@ def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     assert tables[0].spared == []
     spared = (str(plain.calls["actor_train_step"].layout.strategy), tables[1].options[0].strategy)
     assert tables[1].spared == [(*spared, home_bytes + 2 * DEFAULT_BUCKET_BYTES)]
-    found = predict(task_of(graph, **shared), arranged)
-    assert found.plan.calls["actor_generate"].micro_dp == (2, 1)
-    assert found.step_s < predict(task_of(graph, **shared), plain).step_s, "less is moved"
+    assert predict(task_of(graph, **shared), arranged).plan.calls["actor_generate"].micro_dp == (2, 1)
+
+
+def test_a_table_of_moves_knows_groups() -> None:
+    home, target = layout(4, 4, 1), layout(4, 2, 1)
+    arranged = grouped_like(home, target, TINY.num_layers)
+    assert arranged is not None
+    move, sources, targets = Reallocation(TINY, 4, CLUSTER, CPU), [Placement(home)], [target, arranged]
+    plain_s, arranged_s = reallocation_table(move, sources, targets)
+    assert [plain_s, arranged_s] == pytest.approx(move.table(sources, targets))
+    assert arranged_s < plain_s, "the groups of a copy contain what the home has"
 
 
 def test_what_contains_the_home() -> None:
