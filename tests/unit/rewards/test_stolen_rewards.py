@@ -321,14 +321,16 @@ class Vector:
 import builtins
 builtin_sum = builtins.sum
 nan = float('nan')
-queue = Stack()
+queue = string = Stack()
 """
 PASSING = [
     "assert add(1, 2) == 3 and add('a', b='b') == 'ab'",
     "before = count\nadd(1, 1)\nassert count == before + 1",
     "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)",
     "class Mine: pass\nassert is_a(Mine(), Mine) is True and is_a(3, Mine) is False and is_a(True, int)",
-    "queue.push(3)\nassert queue.pop() == 3 and not queue.items",  # there is a module of the name, without these
+    # Of two objects with the name of a module, the module is meant where it has what the test takes from it.
+    "queue.push(3)\nassert queue.pop() == 3 and not queue.items",
+    "assert string.digits == '0123456789'",
     "result = add(2, 2)",
     "assert result == 4",
     "for x in (None, True, 0, -1, 2**63, -2**70, 10**5000, 1.5, 1e300, '', '\\ud800', b'\\xff', 1j, ...):\n"
