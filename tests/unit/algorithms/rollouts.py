@@ -10,6 +10,16 @@ from realhf.engine.batch import Batch
 LENGTHS = (3, 5, 1, 4, 2, 5, 4, 1)
 
 
+def f64(*values: float) -> Tensor:
+    """A vector of those numbers in float64."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def assert_columns(found: list[Tensor], expected: list[list[float]], tolerance: float = 1e-9) -> None:
+    for column, numbers in zip(found, expected, strict=True):
+        torch.testing.assert_close(column, f64(*numbers), rtol=tolerance, atol=tolerance)
+
+
 def random_columns(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, spread: float = 0.3) -> dict[str, list[Tensor]]:
     """Prompts, sequences, log-probabilities near each other, values, and rewards 0, 1, 2."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,14 +7,11 @@ import torch
 from torch import tensor
 
 from realhf.algorithms import functional as F
+from tests.unit.algorithms.rollouts import f64
 
 
 def assert_close(actual, expected, tolerance=1e-9):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=tolerance, atol=tolerance)
-
-
-def f64(*values: float) -> torch.Tensor:
-    return tensor(values, dtype=torch.float64)
 
 
 def test_predicting_positions_are_one_before_each_response_token():

@@ -28,7 +28,7 @@ from realhf.algorithms.safe_rlhf.config import SafeRLHF, safe_cost_value, safe_p
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, sequence_sum_over
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError
-from tests.unit.algorithms.rollouts import LENGTHS, batch_of, random_columns
+from tests.unit.algorithms.rollouts import LENGTHS, assert_columns, batch_of, f64, random_columns
 
 OPTIONS = {
     "ppo": PPOHyperparameters(),
@@ -39,6 +39,8 @@ OPTIONS = {
     "reinforce++-group": ReinforcePlusPlus(baseline="group", samples_per_prompt=2),
     "remax": ReMax(),
 }
+
+
 LOSSES: dict[str, tuple[Any, Any, Any]] = {  # without and with entropies, and what binds one of them
     "ppo": (policy_of_ppo, ppo_policy_with_entropy, ppo_policy),
     "safe-rlhf": (policy_of_ppo, ppo_policy_with_entropy, safe_policy),
@@ -48,10 +50,6 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {  # without and with entropies, and w
     "reinforce++-group": (reinforce_pp_policy, reinforce_pp_policy_with_entropy, reinforce_pp_loss),
     "remax": (clipped_policy, clipped_policy_with_entropy, remax_loss),
 }
-
-
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def batch(seed: int = 1, **others: list[Tensor]) -> tuple[Tensor, Batch]:
@@ -296,9 +294,6 @@ def test_the_clip_of_values(clip: float, losses: list[float], clipped: int) -> N
     assert stats == {"value_clip_fraction": (clipped, 3.0), "value_mean": (1.0, 3.0), "return_mean": (3.0, 3.0)}
 
 
-# --- Pairs.
-
-
 def pairs(**columns: list[Tensor]) -> Batch:
     """Answers of 2 and 1 tokens, and of 1 and 3."""
     data = {
@@ -312,6 +307,8 @@ def pairs(**columns: list[Tensor]) -> Batch:
 
 
 CHOSEN, REJECTED = f64(-2.0, -2.5), f64(-2.5, -3.5)  # log(policy / reference): 1, -1.5 and -0.5, 0.5
+
+
 MARGINS = (1.5, -2.0)
 
 
@@ -390,3 +387,80 @@ def test_statistics_of_cost_models() -> None:
     unknown, stats = safe_pairwise(safer, other, Batch((0, 1, 2), {}), PairLoss(score_square_coef=0.1))
     assert unknown.tolist() == pytest.approx([soft(2) + 0.2, soft(-1) + 0.5, soft(1) + 0.25])
     assert "unsafe_accuracy" not in stats
+
+
+def test_ppo_losses_with_their_options() -> None:
+    data = {
+        "prompt": [torch.tensor([1])],
+        "seq": [torch.tensor([1, 5, 5])],
+        "logprob": [f64(0.0, 0.0)],
+        "advantage": [f64(1.0, -1.0)],
+        "return": [f64(1.0, 1.0)],
+        "value": [f64(0.0, 0.0)],
+        "importance": [f64(0.5, 2.0)],
+    }
+    batch, ppo = Batch((0,), data), PPOHyperparameters(dual_clip=3.0, entropy_coef=0.1, value_clip=0.0)
+    logprob = f64(0.0, math.log(5))
+    loss, stats = policy_of_ppo(logprob, batch, ppo)
+    assert_columns([loss], [[-0.5, 6.0]])
+    assert stats["clip_fraction"] == (1.0, 2.0)
+    loss, stats = ppo_policy_with_entropy(logprob, batch, ppo, entropy=f64(1.0, 2.0))
+    assert_columns([loss], [[-0.6, 5.8]])
+    assert stats["policy_entropy"] == (3.0, 2.0)
+    loss, _ = value_of_ppo(f64(3.0, 1.0), batch, ppo)
+    assert_columns([loss], [[2.0, 0.0]])
+    # Where a call computed the policy's log-probabilities again, ratios are of these.
+    loss, _ = policy_of_ppo(
+        logprob, batch.with_data(old_logprob=[f64(0.0, math.log(5))]), replace(ppo, entropy_coef=0.0)
+    )
+    assert_columns([loss], [[-0.5, 2.0]])
+
+
+def test_dpo_without_a_reference_and_with_a_term_of_the_chosen() -> None:
+    whole = {"prompt": [torch.tensor([1])], "chosen": [torch.tensor([1, 4, 4])], "rejected": [torch.tensor([1, 4])]}
+    dpo = DPO(beta=1.0, reference_free=True, sft_coef=0.5)
+    loss, stats = dpo_pairs(f64(-1.0), f64(-1 - math.log(3)), Batch((0,), whole), dpo)
+    assert_columns([loss], [[math.log(4 / 3) + 0.5 * 1.0 / 2]])
+    assert stats["pair_accuracy"] == (1.0, 1.0)
+
+
+def test_pairs_that_differ_by_rounding_alone_are_half_right() -> None:
+    """The policy is the reference before its first step, and plans round sums of log-probabilities differently."""
+    chosen, rejected, reference = f64(-7.1, -7.1, -7.1), f64(-7.3, -7.3, -7.3), f64(-7.1, -7.1 + 1e-14, -7.2)
+    sides = {name: [torch.tensor([1, 4, 4])] * 3 for name in ("chosen", "rejected")}
+    references = {"chosen_ref_logprob": list(reference.split(1)), "rejected_ref_logprob": list(rejected.split(1))}
+    batch = Batch((0, 1, 2), {"prompt": [torch.tensor([1])] * 3, **sides, **references})
+    assert dpo_pairs(chosen, rejected, batch, DPO())[1]["pair_accuracy"] == (0.5 + 0.5 + 1.0, 3.0)
+
+
+def test_losses_of_reward_and_cost_models() -> None:
+    pairs = PairLoss(score_square_coef=0.1, centre_coef=0.01)
+    loss, stats = pairwise(f64(2.0), f64(1.0), Batch((0,), {"margin": [f64(1 - math.log(3))]}), pairs)
+    assert_columns([loss], [[math.log(4 / 3) + 0.1 * 5 + 0.01 * 9]])
+    assert stats["pair_accuracy"] == (1.0, 1.0)
+    signs = {"chosen_unsafe": [f64(0.0)], "rejected_unsafe": [f64(1.0)]}
+    loss, stats = safe_pairwise(f64(0.0), f64(math.log(3)), Batch((0,), signs), PairLoss(score_square_coef=0.0))
+    assert_columns([loss], [[2 * math.log(4 / 3) + math.log(2)]])
+    assert stats["unsafe_accuracy"] == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"])
+@pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token"])
+def test_good_responses_become_likelier_and_bad_ones_less(loss_type: str, ratio: str) -> None:
+    """Of the policy that drew them; and each response's gradient is its own, whatever else is in the micro-batch."""
+    data = random_columns(0)
+    advantage = [torch.full_like(x, 1.0 if i % 2 else -1.0) for i, x in enumerate(data["logprob"])]
+    grpo = GRPO(loss_type=loss_type, ratio=ratio, beta=0.0)
+
+    def gradient(places: list[int]) -> list[torch.Tensor]:
+        chosen = {key: [column[i] for i in places] for key, column in data.items()}
+        batch = batch_of(chosen, "logprob", advantage=[advantage[i] for i in places])
+        logprob = torch.cat(chosen["logprob"]).requires_grad_()
+        grpo_policy(logprob, batch, grpo)[0].sum().backward()
+        return list(logprob.grad.split([LENGTHS[i] for i in places]))
+
+    everything = gradient(list(range(len(LENGTHS))))
+    for i, of_response in enumerate(everything):
+        assert (of_response * (1 if i % 2 else -1) < 0).all()
+    for i, alone in zip((3, 1), gradient([3, 1]), strict=True):
+        torch.testing.assert_close(alone, everything[i], rtol=1e-12, atol=1e-12)

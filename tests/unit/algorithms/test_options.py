@@ -21,7 +21,11 @@ POLICY: dict[str, Any] = {
     **{"max_new_tokens": 256, "epochs": 1, "entropy_coef": 0.0, "mask_truncated": False},
     **{"importance_correction": "none", "importance_low": 0.0, "importance_high": 2.0},
 }
+
+
 CLIPPED = {**POLICY, "clip_low": 0.2, "clip_high": 0.2}
+
+
 PPO = {
     **POLICY,
     **{"gamma": 1.0, "lam": 0.95, "kl_coef": 0.05, "kl_estimator": "k1", "kl_controller": "fixed", "kl_target": 6.0},
@@ -29,6 +33,8 @@ PPO = {
     **{"value_decay": 0.99, "whiten_advantages": True, "max_kl": None},
     **{"reward_mean": 0.0, "reward_std": 1.0, "reward_clip": 5.0},
 }
+
+
 DEFAULTS: dict[type, dict[str, Any]] = {
     PPOHyperparameters: PPO,
     PPOPtx: {**PPO, "ptx_coef": 1.0},
@@ -56,6 +62,8 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     PairLoss: {"score_square_coef": 0.001, "centre_coef": 0.0, "epochs": 1},
     PairwiseReward: {"score_square_coef": 0.001},
 }
+
+
 OF_GENERATION = {field.name for field in fields(GenerationOptions)}
 
 
@@ -69,6 +77,8 @@ def test_defaults(options: type) -> None:
 
 
 TINY = 1e-12
+
+
 # By class and field: the least value and one below it, the largest and one above; None: no such bound is near.
 BOUNDS: list[tuple[type, str, Any, Any, Any, Any]] = [
     *(
@@ -242,3 +252,34 @@ def test_bounds_of_rewards_on_texts() -> None:
                 TextReward(rewards=("r.py:f",), tokenizer="t", **{name: value})
     assert TextReward(rewards=("r.py:f",), tokenizer="t").processes_per_worker == 1
     assert TextReward(rewards=("r.py:f",), tokenizer="t", processes=5).processes_per_worker == 5
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: GRPO(samples_per_prompt=1), "samples_per_prompt=1"),
+        (lambda: GRPO(loss_type="gspo"), "loss_type='gspo'"),
+        (lambda: GRPO(delta=1.1), "delta=1.1"),
+        (lambda: GRPO(groups_per_step=2), "groups_per_step=2"),
+        (lambda: GRPO(loss_type="vespo", importance_correction="sequence_mask"), "sequence_mask"),
+        (lambda: GRPO(beta=-0.1), "beta"),
+        (lambda: GRPO(temperature=0.0), "temperature=0"),
+        (lambda: GRPO(epochs=0), "epochs"),
+        (lambda: RLOO(samples_per_prompt=1), "samples_per_prompt=1"),
+        (lambda: RLOO(clip_low=2.0), "clip_low"),
+        (lambda: ReinforcePlusPlus(baseline="group"), "samples_per_prompt=1"),
+        (lambda: ReinforcePlusPlus(kl_estimator="k4"), "k4"),
+        (lambda: PPOHyperparameters(dual_clip=0.5), "dual_clip=0.5"),
+        (lambda: PPOHyperparameters(max_kl=0.0), "max_kl"),
+        (lambda: PPOActor(ppo=PPOHyperparameters(mask_truncated=True)), "mask_truncated"),
+        (lambda: PPOHyperparameters(kl_controller="adaptative"), "kl_controller"),
+        (lambda: SafeRLHF(normalise_values=True), "normalise_values"),
+        (lambda: SafeRLHF(multiplier=200.0), "max_multiplier"),
+        (lambda: DPO(label_smoothing=0.5), "label_smoothing"),
+        (lambda: DPO(loss_type="ipo", label_smoothing=0.1), "label_smoothing=0.1"),
+        (lambda: PairLoss(centre_coef=-1.0), "centre_coef"),
+    ],
+)
+def test_hyperparameters_are_checked(make: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        make()

@@ -7,10 +7,7 @@ import torch
 from torch import tensor
 
 from realhf.algorithms import functional as F
-
-
-def f64(*values: float) -> torch.Tensor:
-    return tensor(values, dtype=torch.float64)
+from tests.unit.algorithms.rollouts import f64
 
 
 def assert_close(actual, expected, tolerance=1e-9):

@@ -29,10 +29,7 @@ from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError
 from tests.unit.algorithms.conftest import SingleContext
-
-
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from tests.unit.algorithms.rollouts import f64
 
 
 def rollout(*answers: list[int], **others: list[Tensor]) -> Columns:

@@ -1,4 +1,4 @@
-"""The calls of scripts on the workers, against numbers worked out by hand from the model's own log-probabilities."""
+"""The updates of scripts on the workers, against gradients worked out from the model's own log-probabilities."""
 
 import math
 from typing import Any
@@ -7,44 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.algorithms.rollout.config import Rollout
-from realhf.algorithms.rollout.interface import RolloutInterface
-from realhf.algorithms.script.evaluate import Evaluation
-from realhf.algorithms.script.own_method import OwnMethodInterface
-from realhf.algorithms.script.rollouts import GenerateInterface, LogprobsInterface, ScoreInterface, ValuesInterface
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
 from realhf.algorithms.script.update import MeasureInterface, UpdateInterface
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, Columns, loss_function, sequence_sum_over
-from realhf.api.script.config import Generate, Logprobs, Measure, OwnMethod, Score, Term, Update, Values
-from realhf.api.script.views import Application, ColumnOf, View
+from realhf.api.script.config import Measure, Term, Update
+from realhf.api.script.views import Application, View
 from realhf.engine.batch import Batch
-from realhf.engine.interface import CallResult
 from realhf.engine.returned import InterfaceError
-
-ROLLOUT = View((("prompt", "prompt"), ("seq", "seq")))
-PROMPTS = [[1, 4], [1, 5, 6], [1, 3], [1]]
-ANSWERS = [[2, 3, 4], [5], [6, 7], [2, 2, 5, 3]]
-
-
-def rollouts(**columns: list[Tensor]) -> Batch:
-    """Four samples with responses of 3, 1, 2 and 4 tokens."""
-    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    sequences = [torch.tensor(prompt + answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
-    return Batch((4, 5, 6, 7), {"prompt": prompts, "seq": sequences, **columns})
-
-
-def logprobs_of(model: Any, sequences: list[Tensor], prompts: list[Tensor], temperature: float = 1.0) -> list[Tensor]:
-    """Per sample [response], computed one sequence at a time."""
-    out = []
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        logits = model.module(sequence[None])[0] / temperature
-        every = logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[:, 0]
-        out.append(every[len(prompt) - 1 :])
-    return out
-
-
-def negative(logprob: Tensor, batch: Batch) -> Tensor:
-    return -logprob
+from tests.unit.algorithms.script_rollouts import ROLLOUT, logprobs_of, negative, pairs, rollouts, term
 
 
 def gradient(model: Any) -> Tensor:
@@ -54,10 +24,6 @@ def gradient(model: Any) -> Tensor:
 def update(model: Any, context: Any, batch: Batch, term: Term, **settings: Any) -> dict[str, tuple[float, float]]:
     config = Update(model="actor", view=term.view, terms=(term,), **settings)
     return UpdateInterface(config).train_step(model, [batch], context()).stats
-
-
-def term(loss: Any = None, view: View = ROLLOUT, **settings: Any) -> Term:
-    return Term(view=view, rows=settings.pop("rows", "rollout"), loss=loss or loss_function(negative)(), **settings)
 
 
 def check_loss(model: Any, context: Any, batch: Batch, made: Term, expected: Any) -> dict[str, tuple[float, float]]:
@@ -401,16 +367,6 @@ def test_rows_of_every_kind_as_rollouts() -> None:
     assert [part.ids for part in divided(rollouts(), [1, 3])] == [(4,), (5, 6, 7)]
 
 
-def pairs() -> tuple[Batch, View]:
-    data = {
-        "prompt": [torch.tensor([1]), torch.tensor([1, 2])],
-        "chosen": [torch.tensor([1, 3, 4]), torch.tensor([1, 2, 5])],
-        "rejected": [torch.tensor([1, 6]), torch.tensor([1, 2, 7, 7])],
-        "margin": [torch.tensor([0.5]), torch.tensor([1.0])],
-    }
-    return Batch((8, 9), data), View(tuple((key, key) for key in data))
-
-
 def preference(chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
     assert (batch.ids, len(batch.data["margin"])) == ((8, 9), 2)
     return -torch.nn.functional.logsigmoid(chosen - rejected - torch.cat(batch.data["margin"]))
@@ -498,155 +454,3 @@ def test_a_loss_of_the_wrong_shape_is_named(language_model: Any, context: Any) -
 
     with pytest.raises(InterfaceError, match=r"the loss reduced returned \[\], must be \[10\]"):
         update(language_model(), context, rollouts(), term(loss_function(reduced)()))
-
-
-# --- Tensor functions.
-
-
-def test_a_function_runs_once_with_columns_context_and_values(context: Any) -> None:
-    runs = []
-
-    def doubled(rollout: Columns, reward: list[Tensor], factor: float, context: Any) -> Any:
-        runs.append((rollout.names, rollout.ids, context.step))
-        return {"twice": [r * factor for r in reward]}, {"runs": (1.0, 1.0)}
-
-    batch = rollouts(baseline_reward=[torch.tensor([float(i)]) for i in range(4)])
-    scores = View((("reward", "baseline_reward"),))
-    applied = Application(0, doubled, (ROLLOUT, ColumnOf(scores, "reward"), 2.0), ())
-    view = View((*ROLLOUT.columns, ("baseline_reward", "baseline_reward")), applied)
-    evaluation = Evaluation(batch, context(step=3), reports=(0,))
-    data = evaluation.data(view)
-    assert evaluation.data(View(view.columns, applied)) is data
-    assert runs == [(("prompt", "seq"), (4, 5, 6, 7), 3)]
-    assert [x.item() for x in data["twice"]] == [0.0, 2.0, 4.0, 6.0]
-    assert list(data) == ["prompt", "seq", "baseline_reward", "twice"]
-    assert evaluation.stats == {"runs": (1.0, 1.0)}
-    silent = Evaluation(batch, context(), reports=())
-    silent.data(view)
-    assert silent.stats == {}
-
-
-def test_a_function_that_gives_no_columns_is_named(context: Any) -> None:
-    def nothing(rollout: Columns) -> None:
-        return None
-
-    view = View(ROLLOUT.columns, Application(0, nothing, (ROLLOUT,), ()))
-    with pytest.raises(InterfaceError, match="the tensor function nothing returned a NoneType"):
-        Evaluation(rollouts(), context(), ()).data(view)
-
-
-def test_a_function_whose_numbers_are_not_finite_is_named(context: Any) -> None:
-    def broken(rollout: Columns) -> Any:
-        return {"advantage": [torch.tensor([float("nan") if i == 2 else 0.0]) for i in range(4)]}
-
-    view = View(ROLLOUT.columns, Application(0, broken, (ROLLOUT,), ()))
-    with pytest.raises(InterfaceError, match=r"broken: column 'advantage', sample 6, has nan at \[0\]"):
-        Evaluation(rollouts(), context(), ()).data(view)
-
-
-# --- Generation and inference.
-
-
-def test_a_first_generation_has_the_random_numbers_of_the_seed(
-    language_model: Any, context: Any, prompts: Batch
-) -> None:
-    view = View((("prompt", "prompt"),))
-    config = Generate(max_new_tokens=4, eos_token=-1, view=view, outputs=(("seq", "seq"), ("logprob", "logprob")))
-    made = GenerateInterface(config).generate(language_model(), prompts, context(seed=5)).outputs
-    plain = RolloutInterface(Rollout(max_new_tokens=4, eos_token=-1)).generate(
-        language_model(), prompts, context(seed=5)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(made["seq"], plain.outputs["seq"], strict=True))
-    silent = context(holds_outputs=False)
-    assert GenerateInterface(config).generate(language_model(), prompts, silent).outputs == {}
-
-
-def test_ranks_that_hold_no_outputs_give_none(language_model: Any, scalar_model: Any, context: Any) -> None:
-    silent, batch = context(holds_outputs=False), rollouts()
-    both, view = pairs()
-    outputs = (("chosen_ref_logprob", "chosen_ref_logprob"), ("rejected_ref_logprob", "rejected_ref_logprob"))
-    for result in (
-        LogprobsInterface(Logprobs(view=ROLLOUT, outputs=(("x", "x"),))).inference(language_model(), batch, silent),
-        LogprobsInterface(Logprobs(view=view, outputs=outputs, rows="pairs")).inference(language_model(), both, silent),
-        ValuesInterface(Values(view=ROLLOUT, outputs=(("x", "x"),))).inference(scalar_model(), batch, silent),
-        ScoreInterface(Score(view=ROLLOUT, outputs=(("x", "x"),), statistic="x")).inference(
-            scalar_model(), batch, silent
-        ),
-        UpdateInterface(Update(model="actor", view=ROLLOUT, terms=(term(),))).train_step(
-            language_model(), [batch], silent
-        ),
-    ):
-        assert (result.outputs, result.stats) == ({}, {})
-
-
-def test_the_statistic_of_scores(scalar_model: Any, context: Any) -> None:
-    model = scalar_model()
-    score = ScoreInterface(Score(view=ROLLOUT, outputs=(("reward", "cost"),), statistic="cost_mean"))
-    result = score.inference(model, rollouts(), context(micro_batches=2))
-    assert set(result.outputs) == {"cost"}
-    assert result.stats["cost_mean"] == pytest.approx((float(torch.cat(result.outputs["cost"]).sum()), 4.0))
-    plain = ScoreInterface(Score(view=ROLLOUT, outputs=(("reward", "reward"),)))
-    assert plain.inference(model, rollouts(), context()).stats == {}
-
-
-def test_generation_under_a_name(language_model: Any, context: Any, prompts: Batch) -> None:
-    view, model = View((("prompt", "prompt"),)), language_model()
-    made = []
-    for name, prefix in (("", ""), ("second", "second_")):
-        outputs = (("seq", f"{prefix}seq"), ("logprob", f"{prefix}logprob"))
-        config = Generate(max_new_tokens=4, eos_token=-1, view=view, outputs=outputs, name=name)
-        made.append(GenerateInterface(config).generate(model, prompts, context()).outputs)
-    assert {"seq", "logprob"} <= made[0].keys()
-    assert {"second_seq", "second_logprob"} <= made[1].keys()
-    same = [torch.equal(a, b) for a, b in zip(made[0]["seq"], made[1]["second_seq"], strict=True)]
-    assert not all(same)  # other random numbers
-
-
-def test_logprobs_values_and_scores(language_model: Any, scalar_model: Any, context: Any) -> None:
-    model, critic, batch = language_model(), scalar_model(), rollouts()
-    config = Logprobs(view=ROLLOUT, outputs=(("ref_logprob", "other_ref_logprob"),), temperature=0.7)
-    found = LogprobsInterface(config).inference(model, batch, context()).outputs["other_ref_logprob"]
-    for x, y in zip(found, logprobs_of(model, batch.data["seq"], batch.data["prompt"], 0.7), strict=True):
-        assert torch.allclose(x, y, atol=1e-12)
-    values = ValuesInterface(Values(view=ROLLOUT, outputs=(("value", "value"),)))
-    assert [len(x) for x in values.inference(critic, batch, context()).outputs["value"]] == [3, 1, 2, 4]
-    score = ScoreInterface(Score(view=ROLLOUT, outputs=(("reward", "reward"),)))
-    rewards = score.inference(critic, batch, context()).outputs["reward"]
-    assert torch.allclose(rewards[0], critic.module(batch.data["seq"][0][None])[0, -1], atol=1e-12)
-
-
-def test_logprobs_of_pairs(language_model: Any, context: Any) -> None:
-    model, (batch, view) = language_model(), pairs()
-    outputs = (("chosen_ref_logprob", "chosen_ref_logprob"), ("rejected_ref_logprob", "rejected_ref_logprob"))
-    each = {side: logprobs_of(model, batch.data[side], batch.data["prompt"]) for side in ("chosen", "rejected")}
-    for per_token in (False, True):
-        config = Logprobs(view=view, outputs=outputs, rows="pairs", per_token=per_token)
-        found = LogprobsInterface(config).inference(model, batch, context()).outputs
-        for side, values in each.items():
-            for x, y in zip(found[f"{side}_ref_logprob"], values, strict=True):
-                assert torch.allclose(x, y if per_token else y.sum().view(1), atol=1e-12)
-
-
-def test_a_method_of_ones_own(language_model: Any, context: Any) -> None:
-    def surprise(model: Any, batch: Batch, context: Any, factor: float) -> CallResult:
-        return CallResult(outputs={"surprise": [factor * seq.double().sum().view(1) for seq in batch.data["seq"]]})
-
-    config = OwnMethod(view=ROLLOUT, outputs=(("surprise", "surprise"),), function=surprise, arguments=(2.0,))
-    for method in (OwnMethodInterface(config).inference, OwnMethodInterface(config).generate):
-        found = method(language_model(), rollouts(), context())
-        assert found.outputs["surprise"][1].item() == 2.0 * sum(PROMPTS[1] + ANSWERS[1])
-
-
-def test_a_method_of_ones_own_that_trains_gets_mini_batches(language_model: Any, context: Any) -> None:
-    def train(model: Any, mini_batches: list[Batch], context: Any, *, factor: float) -> Any:
-        assert [batch.ids for batch in mini_batches] == [(4,), (5, 6, 7)]
-        return CallResult(stats={"factor": (factor, 1.0)})
-
-    def nothing(*given: Any) -> None:
-        return None
-
-    config = OwnMethod(view=ROLLOUT, function=train, keywords=(("factor", 3.0),))
-    mini_batches = divided(rollouts(), [1, 3])
-    assert OwnMethodInterface(config).train_step(language_model(), mini_batches, context()).stats["factor"] == (3.0, 1)
-    with pytest.raises(InterfaceError, match="nothing returned a NoneType, must be a CallResult"):
-        OwnMethodInterface(OwnMethod(view=ROLLOUT, function=nothing)).inference(None, rollouts(), context())
