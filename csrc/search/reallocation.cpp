@@ -22,7 +22,7 @@ struct Layers {
 
 struct Stage {
     std::vector<Layers> chunks;  // in their order
-    bool embedding, head;
+    bool first, embedding, head;
 
     int num_layers() const {
         int sum = 0;
@@ -51,7 +51,7 @@ Strategy strategy_of(const ModelSizes& model, const ModelLayout& layout) {
     Strategy strategy{layout.size, layout.tp, layout.tp * layout.dp, layout.divided, {}};
     for (int stage = 0; stage < layout.pp; ++stage) {
         const bool last = stage == layout.pp - 1;
-        strategy.stages.push_back({{}, stage == 0 || (model.tied && last), last});
+        strategy.stages.push_back({{}, stage == 0, stage == 0 || (model.tied && last), last});
     }
     const int virtual_stages = layout.pp * layout.chunks;
     const int base = model.num_layers / virtual_stages, extra = model.num_layers % virtual_stages;
@@ -145,7 +145,8 @@ private:
     static std::int64_t held(const Stage& stage, const ModelSizes& model, int tp) {
         const std::int64_t layers = stage.num_layers();
         std::int64_t result = layers * (model.layer_sharded / tp + model.layer_replicated);
-        if (stage.embedding) result += model.embedding_sharded / tp + model.embedding_replicated;
+        if (stage.first) result += model.embedding_replicated;
+        if (stage.embedding) result += model.embedding_sharded / tp;
         if (stage.head) result += model.head_sharded / tp + model.head_replicated;
         return result;
     }
@@ -160,7 +161,8 @@ private:
         const Stage& b = target_.stages[t];
         const std::int64_t layers = layers_of_both(a, b);
         std::int64_t sharded = layers * model_.layer_sharded, replicated = layers * model_.layer_replicated;
-        if (a.embedding && b.embedding) sharded += model_.embedding_sharded, replicated += model_.embedding_replicated;
+        if (a.first && b.first) replicated += model_.embedding_replicated;
+        if (a.embedding && b.embedding) sharded += model_.embedding_sharded;
         if (a.head && b.head) sharded += model_.head_sharded, replicated += model_.head_replicated;
         const SharedParts::Sum parts = shared_.over(source_index, target_index, count);
         const std::int64_t unit = sharded / shared_.units();

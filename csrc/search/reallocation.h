@@ -23,9 +23,9 @@ struct ModelLayout {
 struct ModelSizes {
     int num_layers;
     std::int64_t layer_sharded, layer_replicated;          // one layer
-    std::int64_t embedding_sharded, embedding_replicated;  // on the first stage
+    std::int64_t embedding_sharded, embedding_replicated;  // on the first stage; learned positions are replicated
     std::int64_t head_sharded, head_replicated;            // on the last stage
-    bool tied;                                             // the embedding is on the last stage, too
+    bool tied;                                             // the sharded embedding is on the last stage, too
 
     std::int64_t total() const {
         return num_layers * (layer_sharded + layer_replicated) + embedding_sharded + embedding_replicated + head_sharded +

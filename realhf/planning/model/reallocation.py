@@ -82,17 +82,19 @@ def _held_by_both(model: DecoderConfig, layouts: tuple[Layout, Layout], device: 
         return 0
     sizes = model_sizes(model)
     whole = layouts[0].strategy.tp * layouts[1].strategy.tp
-    begin, end, layers, has_embedding, has_head = 0, whole, set(range(model.num_layers)), True, True
+    begin, end, layers = 0, whole, set(range(model.num_layers))
+    has_positions = has_embedding = has_head = True
     for layout in layouts:
         _, tp_index, stage = layout.coordinates(device)
         tp, last = layout.strategy.tp, layout.strategy.pp - 1
         begin, end = max(begin, tp_index * whole // tp), min(end, (tp_index + 1) * whole // tp)
         layers &= held_layers(model.num_layers, layout.strategy, stage)
+        has_positions &= stage == 0  # learned ones, which are never tied
         has_embedding &= stage == 0 or (sizes.tied and stage == last)
         has_head &= stage == last
     sharded, replicated = len(layers) * sizes.layer_sharded, len(layers) * sizes.layer_replicated
-    if has_embedding:
-        sharded, replicated = sharded + sizes.embedding_sharded, replicated + sizes.embedding_replicated
+    sharded += has_embedding * sizes.embedding_sharded
+    replicated += has_positions * sizes.embedding_replicated
     if has_head:
         sharded, replicated = sharded + sizes.head_sharded, replicated + sizes.head_replicated
     return sharded * max(end - begin, 0) // whole + replicated

@@ -73,8 +73,23 @@ def test_a_first_generation_has_the_random_numbers_of_the_seed(
         language_model(), prompts, context(seed=5)
     )
     assert all(torch.equal(a, b) for a, b in zip(made["seq"], plain.outputs["seq"], strict=True))
+    assert set(plain.outputs) == {"seq", "logprob", "untruncated_logprob", "margin"}
     silent = context(holds_outputs=False)
     assert GenerateInterface(config).generate(language_model(), prompts, silent).outputs == {}
+
+
+def test_generation_takes_its_prompts_from_the_column_of_its_view(
+    language_model: Any, context: Any, prompts: Batch
+) -> None:
+    config = Generate(
+        max_new_tokens=4, eos_token=-1, view=View((("prompt", "question"),)), outputs=(("seq", "seq"), ("logprob", "l"))
+    )
+    others = prompts.with_data(question=prompts.data["prompt"], prompt=[torch.tensor([1])] * len(prompts))
+    made = GenerateInterface(config).generate(language_model(), others, context()).outputs
+    assert set(made) == {"seq", "l", "margin"}  # logits are kept on demand alone
+    for sequence, prompt, logprob in zip(made["seq"], prompts.data["prompt"], made["l"], strict=True):
+        assert torch.equal(sequence[: len(prompt)], prompt)
+        assert len(sequence) == len(prompt) + 4 == len(prompt) + len(logprob)
 
 
 def test_ranks_that_hold_no_outputs_give_none(language_model: Any, scalar_model: Any, context: Any) -> None:

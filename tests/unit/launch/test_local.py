@@ -13,7 +13,7 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.launch.launcher import Exit, NoOptions
-from realhf.launch.local import LocalLauncher
+from realhf.launch.local import LocalLauncher, start_child
 from realhf.launch.process import Job, ProcessSpec, worker_index
 from realhf.rundir.paths import RunDirectory
 from tests.waiting import wait_until
@@ -65,7 +65,7 @@ def test_sigkill_of_the_launcher_leaves_no_child(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from realhf.launch.launcher import NoOptions
-from realhf.launch.local import LocalLauncher
+from realhf.launch.local import LocalLauncher, start_child
 from realhf.launch.process import Job, ProcessSpec
 from realhf.rundir.paths import RunDirectory
 place = Path(sys.argv[1])
@@ -144,6 +144,14 @@ def test_logs_are_appended_to(tmp_path: Path) -> None:
     polled(launcher)
     launcher.stop()
     assert (tmp_path / "logs/master.log").read_text() == "before\nafter\n"
+
+
+def test_an_idle_child_computes_where_nothing_else_does(tmp_path: Path) -> None:
+    script = "import os; print(os.sched_getscheduler(0), flush=True)"
+    for is_idle, policy in ((True, os.SCHED_IDLE), (False, os.SCHED_OTHER)):
+        child = start_child([sys.executable, "-c", script], tmp_path / str(is_idle), is_idle=is_idle)
+        assert child.wait(60) == 0
+        assert (tmp_path / str(is_idle)).read_text() == f"{policy}\n"
 
 
 def test_the_index_is_the_workers_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,7 +39,11 @@ def walk(milestones: Milestones, now: list[float], steps: int, step_s: float, fi
         (0, {"save": 4, "evaluate": 6}, [(4, "s"), (6, "e"), (8, "s"), (10, "es")]),
         # one step to measure, then as many as two minutes hold, then two minutes each
         (0, {"minutes": 2.0}, [(1, ""), (4, "s"), (8, "s"), (10, "s")]),
-        (0, {"minutes": 1.75}, [(1, ""), (4, "s"), (8, "s"), (10, "s")]),  # no rest in the step before the one that is due
+        (
+            0,
+            {"minutes": 1.75},
+            [(1, ""), (4, "s"), (8, "s"), (10, "s")],
+        ),
         (0, {"minutes": 0.1}, [(step, "s") for step in range(1, 11)]),
         (0, {"minutes": 2.0, "save": 5}, [(1, ""), (4, "s"), (5, "s"), (9, "s"), (10, "s")]),
     ],

@@ -48,6 +48,7 @@ MODELS = [
     replace(TINY, num_layers=5, num_kv_heads=2),
     TINY.with_head("scalar"),
     replace(TINY, tied_embeddings=True),
+    replace(TINY, tied_embeddings=True, positions="learned", max_positions=48, num_layers=3),
     replace(TINY, num_heads=6, num_kv_heads=6, hidden_size=48, intermediate_size=96, vocab_size=12, num_layers=7),
 ]
 
