@@ -48,7 +48,7 @@ _COMMUTATIVE = frozenset(
 )
 _LOGS = re.compile(r"(log|logger|_log|_logger|logging|warnings|console)\.|print$|warn$")
 # Keywords that hold text, and the one by which `zip` asserts.
-_WORDS = frozenset({"help", "metavar", "description", "epilog", "message", "title", "strict"})
+_WORDS = frozenset({"help", "metavar", "description", "epilog", "message", "title", "unit", "strict"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _APART = (ast.Starred, ast.Lambda, ast.ListComp, ast.GeneratorExp)  # arguments that nobody mistakes for another
 
@@ -358,6 +358,8 @@ class _Finder:
     def _is_text(self, node: ast.stmt) -> bool:
         """Whether a statement decides nothing: an import, a docstring, a log, an assertion."""
         match node:
+            case ast.Raise(exc=ast.Name(id="NotImplementedError")):  # of a method that every subclass has
+                return True
             case ast.Import() | ast.ImportFrom() | ast.Pass() | ast.Global() | ast.Nonlocal() | ast.Assert():
                 return True
             case ast.Expr(value=ast.Constant()):

@@ -1,6 +1,7 @@
 """`realhf status`: how far a run is, how fast, what it has learnt, and what each of its processes is doing."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         content = msgspec.to_builtins(status) | ({"samples": samples} if arguments.samples else {})
         content |= {"job": job} if (job := job_line(directory)) else {}
-        print(msgspec.json.encode(content).decode())
+        print(json.dumps(json.loads(msgspec.json.encode(content))))  # ASCII: no character acts on a terminal
         return 0
     job = job_line(directory)
     out = wide_output()

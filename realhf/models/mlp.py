@@ -89,7 +89,8 @@ class MixtureOfExperts(nn.Module):
         rows = x.repeat_interleave(self.config.per_token, dim=0)[order]
         counts = chosen.flatten().bincount(minlength=self.config.count).tolist()
         parts = zip(self.experts, rows.split(counts), strict=True)
-        given = torch.cat([expert(part) for expert, part in parts if len(part)])
+        outputs = [expert(part) for expert, part in parts if len(part)]
+        given = torch.cat(outputs) if outputs else rows  # [tokens * per_token, hidden]
         by_token = given[order.argsort()].unflatten(0, chosen.shape)  # [tokens, per_token, hidden]
         return leave((by_token * weights[..., None]).sum(dim=1), self.group, shards)
 

@@ -1,5 +1,6 @@
 """One SLURM job: submitted, waited for, and ended."""
 
+import contextlib
 import re
 import time
 from pathlib import Path
@@ -156,7 +157,9 @@ class SubmittedJob:
         folder = self._exits()
         found = [path for path in folder.iterdir() if path.name in self._left] if folder else []
         found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
-        return [end for path in found if (end := self._exit(path.name, int(read_text(path)))) is not None]
+        codes = ((path.name, _code_in(path)) for path in found)
+        ends = (self._exit(name, code) for name, code in codes if code is not None)
+        return [end for end in ends if end is not None]
 
     def _exit(self, name: str, code: int) -> Exit | None:
         """None for a task that was killed because its job is ending: only the job's state tells why that is."""
@@ -199,3 +202,10 @@ class SubmittedJob:
         note = "" if is_good else self.status() + (f" on {self._state.nodes}" if self._state.nodes else "")
         left, self._left = self._left, []
         return [Exit(name=name, returncode=0 if is_good else UNKNOWN_RETURNCODE, note=note) for name in left]
+
+
+def _code_in(path: Path) -> int | None:
+    """The exit code that a task has noted; None for a file that holds none, whose task then counts as unrecorded."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(read_text(path))
+    return None

@@ -94,6 +94,21 @@ def test_ends_are_told_once_as_tasks_note_them(controller: Controller, job: Job)
     assert end == Exit(name="worker-0", returncode=UNKNOWN_RETURNCODE, note="ended by SLURM after worker-1 had failed")
 
 
+@pytest.mark.parametrize("content", [b"", b"no number", b"\xff\xfe"])
+def test_a_file_without_an_exit_code_tells_nothing(controller: Controller, job: Job, content: bytes) -> None:
+    """A node that lost its power may leave one. Its task ends as its job says."""
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    (job.exits / "worker-0").write_bytes(content)
+    (job.exits / "worker-1").mkdir()
+    assert submitted.poll() == []
+    says(controller, "COMPLETED")
+    controller.now_s += 1000.0
+    submitted.poll()
+    controller.now_s += 1000.0
+    assert sorted(end.name for end in submitted.poll()) == ["master", "worker-0", "worker-1"]
+
+
 def test_a_task_that_was_killed_first_is_told_with_its_signal(controller: Controller, job: Job) -> None:
     says(controller, "RUNNING")
     submitted = SubmittedJob(OPTIONS, job)

@@ -37,3 +37,15 @@ def test_experts_are_routed_in_float32_whatever_the_dtype(normalised: bool) -> N
 def test_the_most_likely_experts_are_taken_first() -> None:
     assert routed(torch.float32, normalised=True, per_token=3)[0].tolist() == [[1, 0, 2]]
     assert routed(torch.float32, normalised=True, per_token=1)[1].tolist() == [[1.0]]
+
+
+def test_a_batch_without_tokens_goes_through_no_expert() -> None:
+    """As of a rank that has no samples: the outputs are none, and gradients flow into nothing."""
+    experts = Experts(count=3, per_token=2)
+    mixture = MixtureOfExperts(tiny(hidden_size=8, experts=experts), 1, None)
+    tokens = torch.zeros(0, 8, requires_grad=True)
+    out = mixture(tokens)
+    assert out.shape == (0, 8)
+    out.sum().backward()
+    assert tokens.grad is not None
+    assert tokens.grad.shape == (0, 8)

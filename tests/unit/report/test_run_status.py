@@ -132,14 +132,23 @@ def test_a_run_that_broke_says_what_its_processes_did_last(
 ) -> None:
     directory = running(tmp_path / "run")
     note_activity(directory, "worker-1", "actor_generate of step 6: compute", 1e9 + 98)
+    acting = "\x9b31m\u202e\x1b[2J"  # a colour, the direction of what follows, an empty screen
     message = "saved: the checkpoint after step 5"
     directory.status.write_bytes(
-        msgspec.json.encode({"state": state, "step": 5, "steps": 25, "updated": 1e9 + 90, "message": message, **FORMAT})
+        msgspec.json.encode(
+            {"state": state, "step": 5, "steps": 25, "updated": 1e9 + 90, "message": message + acting, **FORMAT}
+        )
     )
     status = read_run_status(directory, NOW_S + 1e6)
     assert (status.state, status.silent_s, status.remaining_s) == (state, None, None)
+    assert cli.main(["status", str(directory.path), "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.isascii()
+    assert "\x1b" not in printed
+    assert msgspec.json.decode(printed)["message"] == message + acting
     assert cli.main(["status", str(directory.path)]) == 0
     text = capsys.readouterr().out
+    assert not {"\x9b", "\u202e", "\x1b"} & set(text)
     for part in (f": {state}, ", "did last", "actor_generate of step 6: compute", message):
         assert part in text
 
