@@ -294,6 +294,7 @@ def test_now_is_by_the_clock_of_a_master_that_lives(tmp_path: Path, monkeypatch:
 
     fake = SimpleNamespace(time=lambda: clock.now_s, monotonic=lambda: clock.now_s, sleep=sleep)
     monkeypatch.setattr(run_status, "time", fake)
+    monkeypatch.setattr(run_status, "LOOKED_AT_S", 2.5)
     says(1000.0)
     assert run_status.run_now_s(directory) == 1001.0
     assert run_status.run_now_s(directory) == clock.now_s > 5002.0  # nothing is written any more

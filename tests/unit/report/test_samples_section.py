@@ -1,5 +1,6 @@
 """Completions in reports and on terminals: hostile texts, long ones, many of them."""
 
+import json
 import unicodedata
 from html.parser import HTMLParser
 from pathlib import Path
@@ -105,7 +106,9 @@ def test_the_command_prints_the_newest(tmp_path: Path, capsys: pytest.CaptureFix
     assert max(map(len, text.splitlines())) <= 110
     assert "characters left out" in text
     assert cli.main(["status", str(run), "--samples", "--json"]) == 0
-    assert '"samples":[{"step":1,"sample":5,' in capsys.readouterr().out
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    assert [(one["step"], one["sample"]) for one in samples] == [(1, 5), (4, 7)]
+    assert samples[1]["response"].startswith(HOSTILE)
 
 
 def test_the_command_says_how_to_get_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
