@@ -161,13 +161,12 @@ def test_a_plan_that_hinges_on_a_link(nodes: int, where: str, measurement: str, 
     of = replace(of, costs=load_costs(of.graph.models, dtype="float32", hardware=slow))
     predictions = {str(seed): predict(of, random_plan(of, seed)) for seed in range(40)}
     ends = at_ends(of)
+    steps = {name: ends.of(plan).step_s for name, plan in predictions.items()}
     found = []
-    for name, plan in predictions.items():
-        for other, rival in predictions.items():
-            margin = ends.of(rival).step_s / ends.of(plan).step_s - 1
-            flips = margin.min() < 0 < margin.max() and rival.step_s > plan.step_s
-            if flips:
-                found.append((name, other))
+    for (name, plan), (other, rival) in itertools.permutations(predictions.items(), 2):
+        margin = steps[other] / steps[name] - 1
+        if margin.min() < 0 < margin.max() and rival.step_s > plan.step_s:
+            found.append((name, other))
     assert found, "no pair of plans hinges on the link"
     name, other = found[0]
     [hinge] = hinges(drawn(of), predictions[name], {other: predictions[other]})
