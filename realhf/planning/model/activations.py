@@ -95,7 +95,7 @@ def beyond_kept_bytes(
     layer, backward = kept_layer_bytes(model, dtype, tp, features), backward_bytes(model, dtype, tp, features)
     kept = kept_selective_bytes(model, dtype, tp, features) if features.recomputation == "selective" else 0
     again = max(layer - kept, 0) + backward
-    return max(kept_all, again - whole_layers * layer) if whole_layers else again
+    return max(kept_all, again - whole_layers * layer)
 
 
 def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:

@@ -151,8 +151,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Ring: 2 (n - 1) messages of 1 / n of the data (Patarasuk and Yuan, 2009, section 3). Double binary tree:
         the whole data up and down in a pipeline, latency of 2 ceil(log2 n) hops (Sanders, Speck and Träff, 2009).
         """
-        if group_size <= 1:
-            return 0.0
         latency_s, bandwidth = self.link(crosses_nodes, per_node)
         ring = 2 * (group_size - 1) * (latency_s + size_bytes / group_size / bandwidth)
         tree = 2 * (math.ceil(math.log2(group_size)) * latency_s + size_bytes / bandwidth)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.planning.model.collective_costs import CollectiveCost, fitted
+from realhf.planning.model.collective_costs import NO_COSTS, CollectiveCost, fitted
 
 
 def test_times_on_a_line_give_the_line() -> None:
@@ -28,9 +28,28 @@ def test_neither_number_is_below_zero() -> None:
     # From (1, 4) to (2, 2) it falls: a constant has (1/4 + 1/2) / (1/16 + 1/4).
     falling = fitted((1, 2), (4.0, 2.0))
     assert (falling.latency_s, falling.seconds_per_byte) == (pytest.approx(2.4), 0.0)
+    # From (1, 5) to (2, 1) it falls by 4 a byte: a constant has (1/5 + 1) / (1/25 + 1).
+    falling = fitted((1, 2), (5.0, 1.0))
+    assert (falling.latency_s, falling.seconds_per_byte) == (pytest.approx(1.2 / 1.04), 0.0)
 
 
-@pytest.mark.parametrize(("sizes", "seconds"), [((1,), (1.0,)), ((2, 2), (1.0, 1.0)), ((1, 2), (1.0, 0.0))])
+def test_a_short_latency_is_one() -> None:
+    """From (1, 1.5) to (2, 2.5): half a second, and one a byte. From (1, 1.5) to (2, 3.5) it begins half a second below
+    0: through 0 it has (2/3 + 4/7) / (4/9 + 16/49)."""
+    found = fitted((1, 2), (1.5, 2.5))
+    assert (found.latency_s, found.seconds_per_byte) == (pytest.approx(0.5), pytest.approx(1.0))
+    found = fitted((1, 2), (1.5, 3.5))
+    assert (found.latency_s, found.seconds_per_byte) == (0.0, pytest.approx((2 / 3 + 4 / 7) / (4 / 9 + 16 / 49)))
+
+
+def test_one_rank_pays_nothing() -> None:
+    for cost in (NO_COSTS.all_reduce, NO_COSTS.all_gather, NO_COSTS.reduce_scatter):
+        assert cost.seconds(0) == cost.seconds(1e12) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"), [((1,), (1.0,)), ((2, 2), (1.0, 1.0)), ((1, 2), (1.0, 0.0)), ((1, 2), (1.0,))]
+)
 def test_what_gives_no_line_is_refused(sizes: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(UserError, match="give no line; measure two sizes or more"):
         fitted(sizes, seconds)

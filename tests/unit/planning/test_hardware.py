@@ -7,6 +7,8 @@ from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.hardware import GIB, Hardware, in_gib, mismatch
+from realhf.planning.model.uncertainty import Uncertainty
 
 ROUND = structs.replace(
     load_hardware("cpu"),
@@ -63,6 +65,155 @@ def test_every_member_in_a_node_brings_a_link() -> None:
     # Never faster than a device can send within its node.
     many = ROUND.all_gather_s(32_000, 32, crosses_nodes=True, per_node=16)
     assert many == pytest.approx(31 * ((5 + 15) / 16 + 1_000 / 100))
+
+
+def test_one_member_in_each_node_sends_as_fast_as_its_network() -> None:
+    """Also where that is faster than the links within a node, which no message takes."""
+    fast = structs.replace(ROUND, inter_node_bandwidth=200.0)
+    assert fast.link(True, 1) == (5.0, 200.0)
+    assert fast.link(True, 2) == ((5 + 1) / 2, 100.0)
+    assert ROUND.link(True, 3) == ((5 + 2) / 3, 30.0)
+    assert ROUND.link(False, 3) == (1.0, 100.0)
+
+
+@pytest.mark.parametrize(("devices", "crosses_nodes"), [(1, False), (1, True)])
+def test_one_device_sends_nothing(devices: int, crosses_nodes: bool) -> None:
+    assert ROUND.all_reduce_s(1e9, devices, crosses_nodes=crosses_nodes) == 0.0
+    assert ROUND.all_gather_s(1e9, devices, crosses_nodes=crosses_nodes) == 0.0
+
+
+def test_a_message_between_nodes_has_a_rate_of_its_own_where_the_description_says_so() -> None:
+    slow = structs.replace(ROUND, inter_node_send_bandwidth=2.0)
+    assert ROUND.send_bandwidth == 10.0
+    assert slow.send_s(50, crosses_nodes=True) == 5 + 25
+    assert slow.send_s(50, crosses_nodes=False) == 1.5
+    assert slow.all_gather_s(100, 2, crosses_nodes=True) == 5 + 5
+
+
+def test_a_layer_of_a_training_has_a_launch_of_its_own_where_the_description_says_so() -> None:
+    given = structs.replace(ROUND, layer_launch_s=2.0, train_launch_s=7.0)
+    assert (given.launch_s(trains=False), given.launch_s(trains=True)) == (2.0, 7.0)
+    none = structs.replace(given, train_launch_s=None)
+    assert (none.launch_s(trains=False), none.launch_s(trains=True)) == (2.0, 2.0)
+    free = structs.replace(given, train_launch_s=0.0)
+    assert (free.launch_s(trains=False), free.launch_s(trains=True)) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 GiB"),
+        (2**27, "0.12 GiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (2**30, "1.0 GiB"),
+        (2**30 - 1, "1 GiB"),
+        (2**40, "1024.0 GiB"),
+    ],
+)
+def test_sizes_as_text(size_bytes: float, text: str) -> None:
+    assert in_gib(size_bytes) == text
+
+
+LEAST = Hardware(
+    name="least", description="what a description has to say", matmul_flops={"float32": 1.0}, memory_bandwidth=1.0,
+    device_memory_bytes=1, devices_per_node=1, intra_node_bandwidth=1.0, intra_node_latency_s=0.0,
+    inter_node_bandwidth=1.0, inter_node_latency_s=0.0, layer_launch_s=0.0, decode_launch_s=0.0,
+    decode_graph_launch_s=0.0, call_overhead_s=0.0, sampling_s=0.0,
+)  # fmt: skip
+
+
+def test_what_a_description_leaves_out() -> None:
+    """A GPU whose kernels keep the order of weights, on PCIe 4 with 16 lanes; all else is free, or not known."""
+    assert LEAST.is_gpu
+    assert not LEAST.packs_weights
+    assert LEAST.host_bandwidth == 24e9
+    assert (LEAST.mini_batch_s, LEAST.communicator_bytes, LEAST.threads) == (0.0, 0.0, 1)
+    assert (LEAST.inter_node_send_bandwidth, LEAST.train_launch_s) == (None, None)
+    assert (LEAST.uncertainty, LEAST.host_memory_bytes, LEAST.host_cores) == (None, None, None)
+    assert LEAST.device_names == ()
+
+
+RATE, DELAY, MEMORY, CORES = (1, 1e24), (0, 1e4), (1, 2**50), (1, 2**20)
+LIMITS: dict[str, tuple[float, float]] = {
+    "memory_bandwidth": RATE,
+    "intra_node_bandwidth": RATE,
+    "inter_node_bandwidth": RATE,
+    "inter_node_send_bandwidth": RATE,
+    "host_bandwidth": RATE,
+    "intra_node_latency_s": DELAY,
+    "inter_node_latency_s": DELAY,
+    "layer_launch_s": DELAY,
+    "train_launch_s": DELAY,
+    "mini_batch_s": DELAY,
+    "decode_launch_s": DELAY,
+    "decode_graph_launch_s": DELAY,
+    "call_overhead_s": DELAY,
+    "sampling_s": DELAY,
+    "device_memory_bytes": MEMORY,
+    "host_memory_bytes": MEMORY,
+    "communicator_bytes": (0, 2**40),
+    "devices_per_node": (1, 4096),
+    "threads": CORES,
+    "host_cores": CORES,
+}
+
+
+def test_every_number_of_a_description_has_its_limits() -> None:
+    """A PiB of memory, a million cores, a TiB for communicators."""
+    numbers = {name for name, kind in Hardware.__annotations__.items() if re.search(r"\b(int|float)\b", str(kind))}
+    assert numbers == {*LIMITS, "matmul_flops"}
+    for field, (low, high) in LIMITS.items():
+        for value in (low, high):
+            assert getattr(structs.replace(LEAST, **{field: value}), field) == value
+        for value in (low - 1, high * 1.001):
+            with pytest.raises(UserError, match=re.escape(f"{field} {value} is not from {low:,.12g} to {high:,.12g}")):
+                structs.replace(LEAST, **{field: value})
+    for rate in RATE:
+        assert structs.replace(LEAST, matmul_flops={"bfloat16": rate}).flops("bfloat16") == rate
+    with pytest.raises(UserError, match="matmul_flops 0 is not from 1"):
+        structs.replace(LEAST, matmul_flops={"bfloat16": 0})
+
+
+@pytest.mark.parametrize("name", ["", "-fast", "a/b", "..", "my gpu"])
+def test_a_name_that_no_folder_could_have_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"name {name!r} is no name of a folder, where profiles lie")):
+        structs.replace(LEAST, name=name)
+
+
+def test_a_description_needs_a_rate_and_knows_the_constants_that_it_is_unsure_of() -> None:
+    with pytest.raises(UserError, match="matmul_flops must give a rate for at least one dtype"):
+        structs.replace(LEAST, matmul_flops={})
+    sure = Uncertainty(spread={"matmul_flops[float32]": 0.1, "sampling_s": 0.2})
+    assert structs.replace(LEAST, uncertainty=sure).uncertainty == sure
+    with pytest.raises(UserError, match="uncertainty: spread has 'threads', which is no constant"):
+        structs.replace(LEAST, uncertainty=Uncertainty(spread={"sampling_s": 0.2, "threads": 0.1}))
+
+
+GPU = structs.replace(LEAST, name="gpu", description="a GPU", device_memory_bytes=3 * GIB, device_names=("NVIDIA A1",))
+HOST = structs.replace(LEAST, name="host", description="a CPU", shares_host_memory=True)
+
+
+@pytest.mark.parametrize(
+    ("planned", "device", "memory_bytes", "text"),
+    [
+        (GPU, "NVIDIA A1", 3 * GIB, ""),
+        (GPU, "a1", 4 * GIB, ""),
+        (GPU, "NVIDIA A1", 3 * GIB - 1, "the plan is for gpu (a GPU) and counts on 3.0 GiB a device, and NVIDIA A1 has "
+         "3.0 GiB"),
+        (GPU, "NVIDIA A1", GIB / 2, "the plan is for gpu (a GPU) and counts on 3.0 GiB a device, and NVIDIA A1 has "
+         "0.5 GiB"),
+        (GPU, "NVIDIA A10", 3 * GIB, "the plan is for gpu (a GPU), and the device is NVIDIA A10"),
+        (GPU, None, 0, "the plan is for gpu (a GPU), and there is no GPU"),
+        (structs.replace(GPU, device_names=()), "NVIDIA A10", 3 * GIB, ""),
+        (structs.replace(GPU, device_names=("NVIDIA A2", "NVIDIA A10")), "A10", 3 * GIB, ""),
+        (HOST, None, 0, ""),
+        (HOST, "NVIDIA A1", 3 * GIB, "the plan is for host (a CPU), and the device is NVIDIA A1"),
+    ],
+)  # fmt: skip
+def test_why_a_device_is_not_the_one_that_was_planned_for(
+    planned: Hardware, device: str | None, memory_bytes: int, text: str
+) -> None:
+    assert mismatch(planned, device, memory_bytes) == text
 
 
 @pytest.mark.parametrize("name", ["a100-80g", "h100", "h200", "cpu"])
