@@ -19,7 +19,7 @@ KEPT_RUNS = 32  # of a profile; older ones are removed
 # A call's error is in equal parts that of all calls of a run (the machine), of the call under every plan (its
 # workload), and of the call in this layout. The first cancels where plans are compared, the second mostly.
 ERROR_PARTS = 3
-LEAST_NOISE = 1e-3  # of a median
+_LEAST_NOISE = 1e-3  # of a median
 
 
 class SeenCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +121,7 @@ def expected(runs: Sequence[RunTimes], interface: str, option: str, sigma: float
         np.eye(len(keys)) * part**2,
         weights,
         np.array([call.log_ratio for _, call in seen]),
-        np.array([max(call.noise, LEAST_NOISE) for _, call in seen]),
+        np.array([max(call.noise, _LEAST_NOISE) for _, call in seen]),
     )
     # As two independent parts: what goes with the call's, and what is left of the option's beside it.
     of_call, of_option, together = covariance[0, 0], covariance[1, 1], covariance[0, 1]

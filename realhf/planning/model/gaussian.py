@@ -10,7 +10,8 @@ from realhf.base.errors import UserError
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.uncertainty import Uncertainty, constant, uncertainty_of, with_constants
 
-NUGGET = 1e-12  # a variance, for constants that are sure
+_NUGGET = 1e-12  # a variance, for constants that are sure
+_LEAST_NOISE = 1e-6  # a standard deviation, of readings that were all the same
 
 
 def covariance_of(stated: Uncertainty) -> np.ndarray:
@@ -32,7 +33,7 @@ def of_covariance(
 ) -> Uncertainty:
     """The spreads and correlations of a covariance [constants, constants], rounded to `digits` behind the point."""
     spread = np.sqrt(np.maximum(np.diag(covariance), 0.0))
-    scale = np.where(spread > 0, spread, 1.0)
+    scale = np.where(spread > 0, spread, np.inf)
     matrix = covariance / np.outer(scale, scale)
 
     def number(value: float) -> float:
@@ -55,14 +56,14 @@ def standard_draws(dimensions: int, count: int, seed: int) -> np.ndarray:
     """Standard normal numbers [count, dimensions], in pairs of opposite sign: their mean is exactly 0. The same for the
     same arguments, and each column for the same number of it."""
     columns = [np.random.default_rng([seed, column]).standard_normal(count // 2) for column in range(dimensions)]
-    half = np.stack(columns, axis=1) if columns else np.zeros((count // 2, 0))
+    half = np.stack(columns, axis=1) if columns else np.empty((count // 2, 0))
     return np.concatenate([half, -half])
 
 
 def square_root(covariance: np.ndarray) -> np.ndarray:
     """The lower triangular matrix whose product with its transpose is `covariance` (Cholesky: unlike eigenvectors, it
     is the same on every machine)."""
-    root: np.ndarray = np.linalg.cholesky(covariance + NUGGET * np.eye(len(covariance)))
+    root: np.ndarray = np.linalg.cholesky(covariance + _NUGGET * np.eye(len(covariance)))
     return root
 
 
@@ -72,14 +73,14 @@ def narrowed(hardware: Hardware, measured: Mapping[str, tuple[float, float]]) ->
     stated = uncertainty_of(hardware)
     names = list(stated.spread)
     known = [name for name in measured if name in stated.spread]
+    values_by_name = {name: value for name, (value, _) in measured.items()}
     if not known:
-        return with_constants(hardware, {name: value for name, (value, _) in measured.items()})
+        return with_constants(hardware, values_by_name)
     mean = np.log([constant(hardware, name) for name in names])
     weights = np.array([[float(name == other) for other in names] for name in known])
     values = np.array([math.log(measured[name][0]) for name in known])
-    noise = np.array([max(measured[name][1], 1e-6) for name in known])
+    noise = np.array([max(measured[name][1], _LEAST_NOISE) for name in known])
     mean, covariance = observed(mean, covariance_of(stated), weights, values, noise)
     narrower = of_covariance(names, covariance, call_error=stated.call_error, profiled_error=stated.profiled_error)
-    values_by_name = {name: value for name, (value, _) in measured.items() if name not in known}
     values_by_name |= dict(zip(names, map(float, np.exp(mean)), strict=True))
     return msgspec.structs.replace(with_constants(hardware, values_by_name), uncertainty=narrower)

@@ -96,7 +96,7 @@ def with_measured(hardware: Hardware, root: Path | None = None) -> Hardware:
 
     found = load_constants(path).constants
     values = {name: (one.value, one.spread) for name, one in found.items() if name not in FOUND_BY[NETWORK]}
-    hardware = narrowed(hardware, values) if values else hardware
+    hardware = narrowed(hardware, values)
     between = {name: one for name, one in found.items() if name in FOUND_BY[NETWORK]}
     stated = uncertainty_of(hardware)
     spread = {name: between[name].spread if name in between else of for name, of in stated.spread.items()}

@@ -28,9 +28,9 @@ def test_neither_number_is_below_zero() -> None:
     # From (1, 4) to (2, 2) it falls: a constant has (1/4 + 1/2) / (1/16 + 1/4).
     falling = fitted((1, 2), (4.0, 2.0))
     assert (falling.latency_s, falling.seconds_per_byte) == (pytest.approx(2.4), 0.0)
-    # From (1, 5) to (2, 1) it falls by 4 a byte: a constant has (1/5 + 1) / (1/25 + 1).
-    falling = fitted((1, 2), (5.0, 1.0))
-    assert (falling.latency_s, falling.seconds_per_byte) == (pytest.approx(1.2 / 1.04), 0.0)
+    # From (1, 2) to (2, 1.5) it falls by half a second a byte: a constant has (1/2 + 2/3) / (1/4 + 4/9).
+    falling = fitted((1, 2), (2.0, 1.5))
+    assert (falling.latency_s, falling.seconds_per_byte) == (pytest.approx((7 / 6) / (25 / 36)), 0.0)
 
 
 def test_a_short_latency_is_one() -> None:

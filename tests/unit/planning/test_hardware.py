@@ -69,9 +69,9 @@ def test_every_member_in_a_node_brings_a_link() -> None:
 
 def test_one_member_in_each_node_sends_as_fast_as_its_network() -> None:
     """Also where that is faster than the links within a node, which no message takes."""
-    fast = structs.replace(ROUND, inter_node_bandwidth=200.0)
+    fast = structs.replace(ROUND, inter_node_bandwidth=200.0, intra_node_latency_s=3.0)
     assert fast.link(True, 1) == (5.0, 200.0)
-    assert fast.link(True, 2) == ((5 + 1) / 2, 100.0)
+    assert fast.link(True, 2) == ((5 + 3) / 2, 100.0)
     assert ROUND.link(True, 3) == ((5 + 2) / 3, 30.0)
     assert ROUND.link(False, 3) == (1.0, 100.0)
 

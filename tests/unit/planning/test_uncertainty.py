@@ -1,6 +1,8 @@
 """What is thought of constants, and what measurements and finished runs add to it, against closed forms."""
 
+import hashlib
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +14,23 @@ from msgspec import structs
 from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.experience import (
-    KEPT_RUNS,
     RunTimes,
     SeenCall,
     digest_of,
     expected,
+    load_run_times,
     load_runs,
     runs_folder,
     save_run_times,
 )
-from realhf.planning.model.gaussian import covariance_of, narrowed, observed, of_covariance, standard_draws
+from realhf.planning.model.gaussian import (
+    covariance_of,
+    narrowed,
+    observed,
+    of_covariance,
+    square_root,
+    standard_draws,
+)
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.measured import (
     FOUND_BY,
@@ -33,7 +42,7 @@ from realhf.planning.model.measured import (
     save_constants,
     with_measured,
 )
-from realhf.planning.model.profile import PARTS
+from realhf.planning.model.profile import PARTS, profiles_root
 from realhf.planning.model.uncertainty import Uncertainty, constant, uncertainty_of, with_constants
 
 CPU, H100 = load_hardware("cpu"), load_hardware("h100")
@@ -57,6 +66,16 @@ def test_draws_have_the_spread_and_come_in_pairs() -> None:
     assert np.abs(draws.mean(0)).max() < 1e-12
     assert draws.std(0) == pytest.approx(np.ones(3), abs=0.05)
     assert np.array_equal(draws[:, :2], standard_draws(2, 4000, seed=1))
+    assert draws.shape == (4000, 3)
+    assert np.array_equal(draws[:2000], -draws[2000:])
+    assert not np.array_equal(draws, standard_draws(3, 4000, seed=2))
+    assert standard_draws(0, 4000, seed=1).shape == (4000, 0)
+
+
+def test_a_square_root_by_hand() -> None:
+    """[[2, 0], [1, 3]] times its transpose; a constant that is sure varies by no more than a millionth."""
+    assert square_root(np.array([[4.0, 2.0], [2.0, 10.0]])) == pytest.approx(np.array([[2, 0], [1, 3]]), abs=1e-9)
+    assert square_root(np.diag([0.0, 4.0])) == pytest.approx(np.diag([0, 2]), abs=2e-6)
 
 
 def test_a_measured_constant_moves_those_that_go_with_it() -> None:
@@ -74,12 +93,58 @@ def test_a_measured_constant_moves_those_that_go_with_it() -> None:
     assert uncertainty_of(found).call_error == 0.1
 
 
+def test_errors_of_calls_stay_where_constants_are_measured() -> None:
+    stated = Uncertainty(spread={"sampling_s": 0.4}, call_error=0.1, profiled_error=0.05)
+    found = narrowed(structs.replace(H100, uncertainty=stated), {"sampling_s": (1.0, 0.1)})
+    assert (uncertainty_of(found).call_error, uncertainty_of(found).profiled_error) == (0.1, 0.05)
+
+
+def test_readings_that_were_all_the_same_are_taken_as_they_are() -> None:
+    """Also of two constants that go together."""
+    stated = Uncertainty(spread={"layer_launch_s": 0.4, "decode_launch_s": 0.2}, correlation=((0.5,),))
+    hardware = structs.replace(H100, uncertainty=stated)
+    found = narrowed(hardware, {"layer_launch_s": (3e-4, 0.0), "decode_launch_s": (2e-4, 0.0)})
+    assert found.layer_launch_s == pytest.approx(3e-4, rel=1e-9)
+    assert found.decode_launch_s == pytest.approx(2e-4, rel=1e-9)
+
+
+def test_what_is_measured_is_taken_where_no_constant_has_a_spread() -> None:
+    sure = structs.replace(CPU, uncertainty=Uncertainty(spread={}, call_error=0.1))
+    found = narrowed(sure, {"sampling_s": (0.5, 0.3), "memory_bandwidth": (7.0, 0.1)})
+    assert found == structs.replace(sure, sampling_s=0.5, memory_bandwidth=7.0)
+    assert narrowed(CPU, {}) == CPU
+
+
 def test_a_covariance_and_back() -> None:
     matrix = covariance_of(uncertainty_of(H100))
     names = list(uncertainty_of(H100).spread)
     again = of_covariance(names, matrix, call_error=0.1)
     assert covariance_of(again) == pytest.approx(matrix)
     assert np.linalg.eigvalsh(matrix).min() > -1e-4
+
+
+def test_a_covariance_by_hand() -> None:
+    """Of variances 4, 0 and 9 and a covariance of -1 / 300 the spreads are 2, 0 and 3, and a correlation -1 / 1800."""
+    matrix = np.array([[4, 0, -1 / 300], [0, 0, 0], [-1 / 300, 0, 9]])
+    found = of_covariance(["a", "b", "c"], matrix, call_error=0.3, profiled_error=0.4)
+    assert found.spread == {"a": 2.0, "b": 0.0, "c": 3.0}
+    assert found.correlation == ((0.0,), (pytest.approx(-1 / 1800), 0.0))
+    assert (found.call_error, found.profiled_error) == (0.3, 0.4)
+    assert covariance_of(found) == pytest.approx(matrix)
+    assert covariance_of(Uncertainty(spread={})).shape == (0, 0)
+
+
+def test_a_covariance_is_rounded() -> None:
+    """To two digits; what is rounded to nothing has no sign."""
+    matrix = np.array([[0.3**2, -1e-5, 0.05], [-1e-5, 0.123456**2, 0.0], [0.05, 0.0, 0.25]])
+    found = of_covariance(["a", "b", "c"], matrix, digits=2)
+    assert found.spread == {"a": 0.3, "b": 0.12, "c": 0.5}
+    assert found.correlation == ((0.0,), (0.33, 0.0))
+    assert str(found.correlation[0][0]) == "0.0"
+
+
+def test_a_variance_that_rounding_made_negative_is_none() -> None:
+    assert of_covariance(["a"], np.array([[-1e-20]])).spread == {"a": 0.0}
 
 
 def test_what_no_distribution_has() -> None:
@@ -89,6 +154,8 @@ def test_what_no_distribution_has() -> None:
         Uncertainty(spread={"a": -0.1})
     with pytest.raises(UserError, match="no distribution"):
         covariance_of(Uncertainty(spread={"a": 0.1, "b": 0.1}, correlation=((1.5,),)))
+    with pytest.raises(UserError, match="no distribution"):  # one of the two would be the other
+        covariance_of(Uncertainty(spread={"a": 0.1, "b": 0.1}, correlation=((1.0,),)))
     with pytest.raises(UserError, match=r"'speed', which is no constant"):
         structs.replace(CPU, uncertainty=Uncertainty(spread={"speed": 0.1}))
     with pytest.raises(UserError, match=r"'matmul_flops\[float16\]'"):
@@ -111,6 +178,40 @@ def test_every_constant_has_a_measurement() -> None:
     assert {measurement_of(part) for part in PARTS} == {"layers"}
     fields = {field for found in FOUND_BY.values() for field in found}
     assert fields <= set(CPU.__struct_fields__)
+
+
+def test_the_oldest_runs_go(tmp_path: Path) -> None:
+    """The last 32 stay, in the order of their files' names."""
+    profile = tmp_path / "1234.json"
+    profile.write_text("")
+    for number in range(34):
+        path = save_run_times(times(seen(0.1), run=f"run {number}", profile=digest_of(profile)), profile)
+        os.utime(path, (number, number))
+    assert {run.run for run in load_runs(profile)} == {f"run {number}" for number in range(2, 34)}
+    files = sorted(runs_folder(profile).iterdir())
+    assert [run.run for run in load_runs(profile)] == [load_run_times(file).run for file in files]
+
+
+def test_a_profile_without_runs_is_not_read(tmp_path: Path) -> None:
+    assert load_runs(tmp_path / "1234.json") == ()
+
+
+def test_a_runs_file_has_a_line_for_each_number(tmp_path: Path) -> None:
+    """A space for each level, and a line end: its differences can be read."""
+    path = save_run_times(times(seen(0.5), run="one", profile="abc"), tmp_path / "1234.json")
+    assert path.parent == tmp_path / "1234.runs"
+    assert path.stem == hashlib.sha256(b"one").hexdigest()[:16]
+    assert path.read_text() == (
+        '{\n "run": "one",\n "profile": "abc",\n "calls": [\n  {\n   "interface": "inference",\n   "option": "a",\n'
+        '   "log_ratio": 0.5,\n   "noise": 0.02\n  }\n ],\n "format": "run-times/1"\n}\n'
+    )
+
+
+@pytest.mark.parametrize(("log_ratio", "noise"), [(1.1e9, 0.1), (-1.1e9, 0.1), (0.1, -0.1), (math.nan, 0.1)])
+def test_times_that_no_run_has_are_refused(log_ratio: float, noise: float) -> None:
+    with pytest.raises(UserError, match="is not from"):
+        seen(log_ratio, noise=noise)
+    assert seen(-1e9).log_ratio == -1e9
 
 
 def test_measured_constants_are_kept_and_taken(tmp_path: Path) -> None:
@@ -153,6 +254,44 @@ def test_a_measured_network_takes_the_place_of_the_described_one(hardware: Hardw
     assert stated.spread["memory_bandwidth"] < 0.02
     assert list(stated.spread) == list(before.spread)
     np.linalg.cholesky(covariance_of(stated))
+
+
+def test_a_measurement_counts_beside_the_description(tmp_path: Path) -> None:
+    """As sure as each other, they meet in the middle of their logarithms. Between nodes the measurement is alone."""
+    stated = Uncertainty(spread={"memory_bandwidth": 0.3, "inter_node_latency_s": 0.2, "sampling_s": 0.4})
+    hardware = structs.replace(CPU, memory_bandwidth=1e9, inter_node_latency_s=1e-3, uncertainty=stated)
+    found = {
+        "memory_bandwidth": MeasuredConstant(value=4e9, spread=0.3),
+        "inter_node_latency_s": MeasuredConstant(value=4e-3, spread=0.7),
+    }
+    save_constants(MeasuredConstants(hardware="cpu", constants=found), constants_path("cpu", tmp_path))
+    taken = with_measured(hardware, tmp_path)
+    assert taken.memory_bandwidth == pytest.approx(2e9)
+    assert taken.inter_node_latency_s == 4e-3
+    spread = uncertainty_of(taken).spread
+    assert spread["memory_bandwidth"] == pytest.approx(0.3 / math.sqrt(2))
+    assert (spread["inter_node_latency_s"], spread["sampling_s"]) == (0.7, pytest.approx(0.4))
+
+
+def test_a_file_of_measured_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder of the hardware's profiles, wherever those lie; a new measurement takes the place of the old."""
+    monkeypatch.chdir(tmp_path)
+    assert constants_path("cpu") == profiles_root() / "cpu" / "constants.json"
+    path = constants_path("cpu", tmp_path / "new")
+    assert path == tmp_path / "new" / "cpu" / "constants.json"
+    for value, source in ((1.0, {"host": "a", "cores": 2}), (2.5, {"host": "b"})):
+        found = {"sampling_s": MeasuredConstant(value=value, spread=0.5)}
+        save_constants(MeasuredConstants(hardware="cpu", constants=found, measured=source), path)
+    assert path.read_text() == (
+        '{\n "hardware": "cpu",\n "constants": {\n  "sampling_s": {\n   "value": 2.5,\n   "spread": 0.5\n  }\n },\n'
+        ' "measured": {\n  "host": "b",\n  "cores": 2\n },\n "format": "measured-constants/1"\n}\n'
+    )
+
+
+@pytest.mark.parametrize(("value", "spread"), [(-1.0, 0.1), (2e24, 0.1), (math.nan, 0.1), (1.0, -0.1)])
+def test_constants_that_nothing_has_are_refused(value: float, spread: float) -> None:
+    with pytest.raises(UserError, match="is not from 0"):
+        MeasuredConstant(value=value, spread=spread)
 
 
 def test_links_between_nodes_name_their_source(tmp_path: Path) -> None:
@@ -219,9 +358,6 @@ def test_runs_belong_to_their_profile(tmp_path: Path) -> None:
     assert load_runs(profile) == (again,)
     profile.write_text("measured again")
     assert load_runs(profile) == ()
-    for number in range(KEPT_RUNS + 3):
-        save_run_times(times(seen(0.1), run=f"run {number}", profile=digest_of(profile)), profile)
-    assert len(load_runs(profile)) == KEPT_RUNS
     path.write_text("{")
     with pytest.raises(UserError, match="remove it"):
         load_runs(profile)
