@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from realhf.base.numbers import DEVICES, check_fields, check_range
 from realhf.geometry.layout import DeviceMesh
-from realhf.planning.model.hardware import MEMORY_BYTES, Hardware
+from realhf.planning.model.hardware import Hardware
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,6 @@ class Cluster:
     def __post_init__(self) -> None:
         check_fields("cluster: ", self, {"num_nodes": DEVICES, "devices_per_node": DEVICES})
         check_range("cluster:", self.num_devices, *DEVICES, "devices")
-        check_range("cluster: device_memory_bytes", self.device_memory_bytes, *MEMORY_BYTES)
 
     @property
     def device_memory_bytes(self) -> int:
@@ -50,21 +49,19 @@ def halves(cluster: Cluster) -> list[DeviceMesh]:
     return [DeviceMesh(0, half), DeviceMesh(half, half)] if is_mesh and not rest else []
 
 
-# Of a cluster of so many nodes at most every mesh is looked at; of a larger one, runs of so many blocks.
-ALL_MESHES, MANY_NODES, BLOCKS, FEW_BLOCKS = 16, 32, 16, 8
+# Meshes of several nodes are runs of so many blocks: up to that number of nodes, of nodes.
+BLOCKS, MANY_NODES, FEW_BLOCKS = 16, 32, 8
 
 
 def has_all_meshes(cluster: Cluster) -> bool:
     """Whether the search has every mesh: on larger clusters, meshes of several nodes are those of `node_runs`."""
-    return cluster.num_nodes <= ALL_MESHES
+    return cluster.num_nodes <= BLOCKS
 
 
 def node_runs(cluster: Cluster) -> list[tuple[int, int]]:
-    """(first, number) of nodes: all runs of neighbours, the shortest first; without `has_all_meshes` the aligned powers
+    """(first, number) of nodes, the shortest first: all runs of neighbours; without `has_all_meshes` the aligned powers
     of two, and runs of blocks, a sixteenth of the cluster each (an eighth above 32 nodes), in whole nodes."""
     nodes = cluster.num_nodes
-    if has_all_meshes(cluster):
-        return [(first, number) for number in range(1, nodes + 1) for first in range(nodes - number + 1)]
     block = -(-nodes // (BLOCKS if nodes <= MANY_NODES else FEW_BLOCKS))
     edges = [*range(0, nodes, block), nodes]
     runs = {(first, end - first) for i, first in enumerate(edges) for end in edges[i + 1 :]}
