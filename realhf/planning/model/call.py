@@ -87,9 +87,7 @@ class CallModel:
     def _computed_s(self, strategy: ParallelStrategy, micro_batches: int) -> float:
         if not self.call.uses_model:
             return self.factor * self.timings.hardware.call_overhead_s
-        factor = self.factor
-        if self.seen:
-            factor *= math.exp(self.expected(strategy, micro_batches).mean)
+        factor = self.factor * math.exp(self.expected(strategy, micro_batches).mean)
         work = self.work(strategy, micro_batches)
         body = RankSeconds(work, self.timings, crossings(strategy, self.cluster)).total_s()
         if self.call.trains:
@@ -123,12 +121,11 @@ class CallModel:
             return 0.0
         crosses = crossings(strategy, self.cluster)
         gathers = 1 if self.call.generates else work.parts
+        stages, placed = work.placed.stages, work.placed
+        sharded_bytes = max(s.sharded for s in stages) * placed.item if stages else placed.parameter_bytes()
         # An all-gather is half of the ring of an all-reduce.
-        stages = work.placed.stages
-        sharded_bytes = max(stage.sharded for stage in stages) * work.placed.item if stages else None
-        gathered_bytes = (work.placed.parameter_bytes() if sharded_bytes is None else sharded_bytes) / 2
         once_s = self.timings.all_reduce(
-            gathered_bytes, strategy.dp, crosses_nodes=crosses.data, per_node=crosses.data_per_node
+            sharded_bytes / 2, strategy.dp, crosses_nodes=crosses.data, per_node=crosses.data_per_node
         )
         return self.factor * gathers * once_s
 

@@ -236,6 +236,8 @@ def test_a_constant_that_is_measured_and_has_no_spread_is_taken_as_it_is() -> No
     taken = narrowed(CPU, {"layer_launch_s": (2e-4, 0.01), "train_launch_s": (9e-4, 0.01)})
     assert taken.layer_launch_s == pytest.approx(2e-4, rel=0.01)
     assert taken.launch_s(trains=True) == 9e-4
+    none = narrowed(CPU, {"layer_launch_s": (2e-4, 0.01), "train_launch_s": (0.0, 0.01)})
+    assert none.launch_s(trains=True) == 0.0
 
 
 @pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
