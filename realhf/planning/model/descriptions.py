@@ -49,4 +49,4 @@ def leave_description(hardware: Hardware, root: Path | None = None) -> None:
 
 def left_descriptions() -> dict[str, Path]:
     """The descriptions that lie beside profiles, by the name of their folder."""
-    return {path.parent.name: path for path in profiles_root().glob(f"*/{LEFT_FILE}")}
+    return {path.parent.name: path for path in sorted(profiles_root().glob(f"*/{LEFT_FILE}"))}

@@ -94,14 +94,12 @@ class LengthDistribution:
             steps = length - before
             # log1p and expm1 are exact where few survive of many.
             any_runs = 1.0 if survives >= 1 else -math.expm1(sequences * math.log1p(-survives))
-            phase = min(int(-math.log2(min(survives, 1.0))), last)
+            phase = min(int(-math.log2(survives)), last)
             old = sums.get(phase, (0.0, 0.0, 0.0))
             running = steps * survives
             more = (steps * any_runs, running, running * (before + length - 1) / 2)
             sums[phase] = (old[0] + more[0], old[1] + more[1], old[2] + more[2])
             before, survives = length, survives - share
-            if survives <= 1e-12:
-                break
         for all_steps, running, tokens in sums.values():
             if all_steps:
                 yield DecodePhase(all_steps, running / all_steps, tokens / running)

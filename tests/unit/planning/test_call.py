@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ class Rings(RoundTimings):
 def modelled(definition: ModelFunctionCallDef, *, num_nodes: int = 1, **changes: Any) -> CallModel:
     """Of mini-batches of 16 samples of 8 + 5 tokens on nodes of four devices."""
     cluster = cpu_cluster(4, num_nodes=num_nodes)
-    fields: dict[str, Any] = {
+    given: dict[str, Any] = {
         "call": definition,
         "samples": 16,
         "lengths": Workload(prompt_tokens=8, new_tokens=5),
@@ -53,7 +53,7 @@ def modelled(definition: ModelFunctionCallDef, *, num_nodes: int = 1, **changes:
         "cluster": cluster,
         "hardware": cluster.hardware,
     }
-    return CallModel(**(fields | changes))
+    return CallModel(**(given | changes))
 
 
 INFER, TRAIN, GEN = (call("m", TINY, kind, "x", "y") for kind in (INFERENCE, TRAIN_STEP, GENERATE))
@@ -249,7 +249,32 @@ def test_the_work_of_a_rank() -> None:
     assert work.known_of_options is model._known_of_options
 
 
+def test_a_changed_call_has_computed_nothing_yet() -> None:
+    """What the other one knows does not hold for it."""
+    model = modelled(INFER)
+    model.under(CallCompute(prefetch=False))
+    changed = replace(model, error=0.5)
+    kept = [each.name for each in fields(CallModel) if each.name.startswith("_")]
+    assert len(kept) == 8
+    for name in kept:
+        assert getattr(changed, name) == {}
+        assert getattr(changed, name) is not getattr(model, name)
+
+
+def test_a_plan_changes_what_was_computed_before() -> None:
+    """Of a training whose states and parameters are then divided over two ranks."""
+    model, sharded = modelled(TRAIN), CallCompute(data_parallel="fsdp")
+    assert model.static_bytes(TWO) == (4 + 4 + 8 // 2) * COUNT
+    assert model.work(TWO, 2).gathered_bytes() == 0
+    assert model.under(sharded).static_bytes(TWO) == 16 // 2 * COUNT
+    assert model.under(sharded).work(TWO, 2).gathered_bytes() > 0
+    full = CallCompute(recomputation="full")
+    assert model.under(sharded).under(full).features == replace(SHARDED, recomputation="full", cuda_graphs=False)
+    assert model.under(full).features == EngineFeatures(recomputation="full", cuda_graphs=False)
+
+
 def test_a_home_keeps_versions_or_states() -> None:
+    assert modelled(INFER).static_bytes(TWO) == 4 * COUNT
     assert modelled(INFER, versions=3).static_bytes(TWO) == 3 * 4 * COUNT
     assert modelled(TRAIN, versions=3).static_bytes(TWO) == (4 + 4 + 8 // 2) * COUNT
 

@@ -38,6 +38,17 @@ def test_a_description_that_was_left_is_found_by_its_name(profiles: Path) -> Non
     assert load_hardware("mine").sampling_s == 0.5
 
 
+def test_descriptions_beside_profiles_are_in_the_order_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Root:
+        """A folder of a file system that has an order of its own."""
+
+        def glob(self, pattern: str) -> list[Path]:
+            return [Path(pattern.replace("*", name)) for name in ("b", "c", "a")]
+
+    monkeypatch.setattr(descriptions, "profiles_root", Root)
+    assert list(left_descriptions()) == ["a", "b", "c"]
+
+
 def test_a_description_is_left_where_it_is_asked_for(profiles: Path, tmp_path: Path) -> None:
     leave_description(MINE, tmp_path / "elsewhere")
     assert not profiles.exists()

@@ -113,6 +113,72 @@ def test_responses_are_cut_at_the_limit() -> None:
     cut = LengthDistribution.of([2, 4, 6, 9]).capped(5)
     assert (cut.lengths, cut.shares) == ((2, 4, 5), (0.25, 0.25, 0.5))
     assert cut.capped(5) is cut
+    at_a_length = LengthDistribution.of([2, 4, 6, 9]).capped(4)
+    assert (at_a_length.lengths, at_a_length.shares) == ((2, 4), (0.25, 0.75))
+    assert LengthDistribution.of([2, 4]).capped(1) == LengthDistribution((1,), (1.0,))
+
+
+def test_lengths_that_no_response_has_are_refused() -> None:
+    """Up to 2^24 tokens; how often a length occurs does not matter."""
+    limits = LengthDistribution.of([1, 2**24])
+    assert (limits.lengths, limits.shares) == ((1, 2**24), (0.5, 0.5))
+    assert LengthDistribution.of(iter([3, 3, 3, 7])).shares == (0.75, 0.25)
+    for lengths, length in (([0, 3, 5], 0), ([5, -2, 3], -2), ([3, 2**24 + 1], 2**24 + 1), ([0], 0)):
+        with pytest.raises(UserError) as error:
+            LengthDistribution.of(lengths)
+        assert str(error.value) == (
+            f"a response of {length} tokens: it must have 1 to 16777216; give a file with the tokens of one response "
+            "a line, such as 417"
+        )
+
+
+def test_a_distribution_is_its_lengths_and_shares() -> None:
+    """Whatever was asked of it."""
+    one, other = LengthDistribution.of([1, 5]), LengthDistribution.of([5, 1])
+    phases = one.decode_phases(3)
+    assert one.decode_phases(3) is phases
+    assert one == other
+    assert hash(one) == hash(other)
+    assert repr(one) == "LengthDistribution(lengths=(1, 5), shares=(0.5, 0.5))"
+    assert replace(one, lengths=(1, 9)).decode_phases(3)[0].steps == 2 * phases[0].steps
+
+
+def test_moments() -> None:
+    drawn = LengthDistribution.of([1, 3, 3, 5])
+    assert (drawn.mean, drawn.mean_square, drawn.variance) == (3.0, (1 + 9 + 9 + 25) / 4, 2.0)
+    assert LengthDistribution.of([7, 7]).variance == 0.0
+    nearly_equal = LengthDistribution((10**7, 10**7 + 1), (1 - 1e-5, 1e-5))
+    assert nearly_equal.mean_square - nearly_equal.mean**2 < 0  # what is left of 10^14
+    assert nearly_equal.variance == 0.0
+
+
+def test_phases_end_where_the_running_sequences_halve() -> None:
+    """Of four responses of 1 to 8 tokens (8 - t) / 8 are expected to run in the step after token t. The first phase is
+    of more than a half, the second of more than a quarter, the third, of one and less, of what is left."""
+    runs = {t: (8 - t) / 8 for t in range(1, 8)}
+    phases = LengthDistribution.of(range(1, 9)).decode_phases(4)
+    assert len(phases) == 3
+    for phase, steps in zip(phases, ((1, 2, 3), (4, 5), (6, 7)), strict=True):
+        expected = sum(1 - (1 - runs[t]) ** 4 for t in steps)
+        running = sum(runs[t] for t in steps)
+        assert phase.steps == pytest.approx(expected)
+        assert phase.share == pytest.approx(running / expected)
+        assert phase.tokens == pytest.approx(sum(t * runs[t] for t in steps) / running)
+
+
+@pytest.mark.parametrize(("sequences", "phases"), [(0.5, 1), (1, 1), (1.5, 2), (2, 2), (3, 3), (4, 3), (5, 3), (64, 3)])
+def test_the_last_phase_is_that_of_one_sequence(sequences: float, phases: int) -> None:
+    """Of n sequences one runs after log2(n) halvings; before the longest response there are two halvings."""
+    found = LengthDistribution.of([1, 2, 3, 4, 5, 6, 7, 7]).decode_phases(sequences)
+    assert len(found) == phases
+
+
+def test_many_steps_with_few_sequences_are_exact() -> None:
+    """A response in 10^9 is longer: 10 sequences have it with a probability of 10^-8."""
+    rare = LengthDistribution((10, 11), (1 - 1e-9, 1e-9))
+    steps = [phase.steps for phase in rare.decode_phases(10)]
+    assert steps[-1] == pytest.approx(1e-8, rel=1e-6)
+    assert steps[0] == 9
 
 
 def test_seconds_of_a_generation_by_hand() -> None:
@@ -265,9 +331,19 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
     path.write_text("3\n1\n\n3\n")
     assert read_lengths(path) == LengthDistribution((1, 3), (1 / 3, 2 / 3))
     assert WhatIf(response_lengths=path, model_types={"m": "llama3-7b"}).with_defaults().new_tokens == 3
+    path.write_text("000000001 16777216")
+    assert read_lengths(path).lengths == (1, 2**24)
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="value 1 is"):
+        read_lengths(path)
     for content, problem in (
         ("", "it is empty"),
-        ("4\n0\n", "value 2 is '0'"),
+        ("4\n0\n", "value 2 is '0', not a number from 1 to 16777216"),
+        ("1 16777217", "value 2 is '16777217'"),
+        ("0000000001", "value 1 is '0000000001'"),
+        ("-3", "value 1 is '-3'"),
+        ("\u0663", "value 1 is '\u0663'"),
+        ("1234567890123456789x1234567", "value 1 is '1234567890123456789x', not"),
         ("5\nx 6\n", "value 2 is 'x'"),
         ("1.5", "'1.5'"),
     ):

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from realhf.base.errors import UserError
+from realhf.planning.model import gaussian
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.experience import (
+    CallError,
     RunTimes,
     SeenCall,
     digest_of,
@@ -192,6 +194,21 @@ def test_the_oldest_runs_go(tmp_path: Path) -> None:
     assert [run.run for run in load_runs(profile)] == [load_run_times(file).run for file in files]
 
 
+def test_a_run_that_another_one_removed_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that end at the same time both remove the oldest."""
+    profile, real = tmp_path / "1234.json", Path.unlink
+
+    def removed_before(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".json":
+            os.remove(path)
+        real(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", removed_before)
+    for number in range(33):
+        save_run_times(times(run=f"run {number}"), profile)
+    assert len(list(runs_folder(profile).iterdir())) == 32
+
+
 def test_a_profile_without_runs_is_not_read(tmp_path: Path) -> None:
     assert load_runs(tmp_path / "1234.json") == ()
 
@@ -333,6 +350,34 @@ def test_one_call_of_one_run_by_hand() -> None:
     assert other.mean == pytest.approx(error.mean / 2)
     assert total(error) < total(other) < sigma
     assert expected([times(seen(0.4))], "generate", "a", sigma).mean == 0.0
+
+
+def test_nothing_is_learned_of_a_call_that_no_run_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything computed for that."""
+    monkeypatch.setattr(gaussian, "observed", None)
+    part = 0.3 / math.sqrt(3)
+    for runs in ([], [times()], [times(seen(0.4))]):
+        assert expected(runs, "generate", "a", 0.3) == CallError(0.0, part, part, part)
+
+
+def test_a_call_that_is_never_off_is_not_off_after_a_run() -> None:
+    assert expected([times(seen(0.4))], "inference", "a", 0.0) == CallError(0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parts_of_an_error_after_runs_of_one_option(count: int) -> None:
+    """Runs that saw call + option, each with a part of its own and a noise: v is the variance of their mean. Of the
+    call's and the option's part p^2 / (2 p + v) is learned of each, and they are correlated by as much."""
+    part, noise = 0.3**2 / 3, 0.02
+    v = (part + noise**2) / count
+    learned = part**2 / (2 * part + v)
+    runs = [times(seen(0.4, noise=noise), run=str(number)) for number in range(count)]
+    error = expected(runs, "inference", "a", 0.3)
+    assert error.mean == pytest.approx(0.4 * 2 * part / (2 * part + v))
+    left = part - learned
+    assert error.run == pytest.approx(math.sqrt(part))
+    assert error.call == pytest.approx(math.sqrt(left) - learned / math.sqrt(left))
+    assert error.option == pytest.approx(math.sqrt(left - learned**2 / left))
 
 
 @given(st.integers(1, 8), st.floats(-0.5, 0.5))
