@@ -31,8 +31,6 @@ class Crossings:
 @lru_cache(maxsize=4096)
 def crossings(strategy: ParallelStrategy, cluster: Cluster) -> Crossings:
     """Whether groups cross nodes. It depends on the strategy alone: meshes lie in one node or start at one."""
-    if strategy.size <= cluster.devices_per_node:
-        return Crossings(False, False, False)
     layout = Layout(DeviceMesh(0, strategy.size), strategy)
     dp, tp, pp = range(strategy.dp), range(strategy.tp), range(strategy.pp)
     data_groups = [layout.data_group(t, p) for t in tp for p in pp]
@@ -210,7 +208,7 @@ class RankSeconds:
         multiple is waited for, but for one chunk of each (`realhf.geometry.pipeline_schedule.training_order`).
         """
         slowest, chunks = max(stages), self.strategy.chunks
-        lacking = -self.micro_batches % self.strategy.pp if chunks > 1 else 0
+        lacking = -self.micro_batches % self.strategy.pp
         slots = self.micro_batches + lacking * (1 - 1 / chunks)
         return slots * slowest + (sum(stages) - slowest) / chunks
 
@@ -228,23 +226,24 @@ class RankSeconds:
         tp, pp, features = self.strategy.tp, self.strategy.pp, self.features
         layers = len(stage_layers(self.model.num_layers, pp, stage))
         head = self._head_tokens if head_tokens is None else head_tokens
-        place = (layers, stage == 0, head if stage == pp - 1 else None, tp, self.crosses.tensor)
-        recomputed = self._num_recomputed(stage, layers) if train else 0
-        key = (place, tokens, length, train, features.recomputation, recomputed, features.sequence_parallel)
+        again = self._num_recomputed(stage, layers) if train else 0
+        place = (layers, again, stage == 0, stage == pp - 1, head, tp, self.crosses.tensor)
+        key = (place, tokens, length, train, features.recomputation, features.sequence_parallel)
         if key not in self.work.known:
-            self.work.known[key] = self._uncached_s(stage, tokens, length, train=train, head=head)
+            self.work.known[key] = self._uncached_s(
+                stage, tokens, length, layers - again, again, train=train, head=head
+            )
         return self.work.known[key]
 
-    def _uncached_s(self, stage: int, tokens: float, length: float, *, train: bool, head: float) -> float:
+    def _uncached_s(
+        self, stage: int, tokens: float, length: float, layers: int, again: int, *, train: bool, head: float
+    ) -> float:
+        """Of a stage with so many layers, and so many more that are recomputed."""
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
-        layers = len(stage_layers(self.model.num_layers, pp, stage))
         overheads = self.timings.overheads
         seconds = overheads.train_micro_batch_s if train else overheads.forward_micro_batch_s
-        recomputed = self._num_recomputed(stage, layers) if train else 0
-        if recomputed:
-            seconds += recomputed * self._layer_s(tokens, length, train, self.features.recomputation)
-        if layers > recomputed:
-            seconds += (layers - recomputed) * self._layer_s(tokens, length, train, "off")
+        seconds += again * self._layer_s(tokens, length, train, self.features.recomputation)
+        seconds += layers * self._layer_s(tokens, length, train, "off")
         for backward in (False, True) if train else (False,):
             if stage == 0:
                 seconds += self.timings.embedding(tokens, tp, backward=backward, tp_crosses_nodes=crosses)
@@ -264,7 +263,7 @@ class RankSeconds:
                 )
                 if train:
                     seconds += self._unmeasured_s
-            self.work.known[key] = seconds + (self._recomputation_s(tokens, length, recomputation) if train else 0.0)
+            self.work.known[key] = seconds + self._recomputation_s(tokens, length, recomputation)
         return self.work.known[key]
 
     def _recomputation_s(self, tokens: float, length: float, recomputation: Recomputation) -> float:
@@ -326,6 +325,9 @@ class RankSeconds:
 @lru_cache(maxsize=1024)
 def _examples_of_stages(num_layers: int, pp: int) -> tuple[int, ...]:
     """For every stage the first one like it: with as many layers, and at the same end of the pipeline or at none."""
-    examples: dict[tuple[int, bool, bool], int] = {}
-    kinds = [(len(stage_layers(num_layers, pp, stage)), stage == 0, stage == pp - 1) for stage in range(pp)]
-    return tuple(examples.setdefault(kind, stage) for stage, kind in enumerate(kinds))
+    examples: dict[tuple[int, int | None], int] = {}
+    found = []
+    for stage in range(pp):
+        kind = len(stage_layers(num_layers, pp, stage)), stage if stage in (0, pp - 1) else None
+        found.append(examples.setdefault(kind, stage))
+    return tuple(found)

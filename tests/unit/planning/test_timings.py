@@ -1,15 +1,16 @@
 """The analytic model's terms against numbers worked out by hand."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from msgspec import structs
 
-from realhf.architecture.model import LLAMA
+from realhf.architecture.model import LLAMA, DecoderConfig, DType, Experts
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.timings import LOGITS_PASSES, Timings
+from realhf.planning.model.timings import LOGITS_PASSES, Timings, kv_bytes_per_token_layer
 from tests.unit.planning.graphs import TINY
 
 CPU = structs.replace(load_hardware("cpu"), uncertainty=None)  # its constants are replaced
@@ -166,3 +167,172 @@ def test_gathers_and_scatters_are_half_of_a_ring() -> None:
     for collective in (timings.all_gather, timings.reduce_scatter):
         assert collective(2560, 2, crosses_nodes=False) == pytest.approx(reduce_s(CPU, 2560) / 2)
         assert collective(2560, 1, crosses_nodes=False) == 0.0
+
+
+# --- with every term at once
+
+SLOW = structs.replace(
+    CPU, matmul_flops={"float32": 1e6, "bfloat16": 2e6}, memory_bandwidth=1e5, intra_node_bandwidth=1e4,
+    intra_node_latency_s=0.5, inter_node_bandwidth=2e3, inter_node_latency_s=3.0, layer_launch_s=0.25,
+    train_launch_s=0.75, decode_launch_s=0.125, decode_graph_launch_s=0.0625, devices_per_node=2,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worked:
+    """A model with its numbers, worked out by hand, of a layer and token.
+
+    weights: of the products that a token goes through. whole, divided: elements that products read and write beside
+    them, on every rank and over tp. passes: bytes of element-wise passes, whole and divided. touched: weights that 10
+    and that 3 tokens read together.
+    """
+
+    model: DecoderConfig
+    dtype: DType
+    item: int
+    flops: float
+    query: int
+    weights: int
+    whole: int
+    divided: int
+    passes: tuple[int, int]
+    touched: dict[int, int]
+    cache_bytes: int
+
+
+GROUPED = replace(TINY, num_kv_heads=2, attention_head_dim=32)  # queries of 128, keys and values of 64
+ATTENTION = 64 * (2 * 128 + 2 * 64)
+WORKED = [
+    Worked(
+        model=GROUPED, dtype="bfloat16", item=2, flops=2e6, query=128, weights=ATTENTION + 3 * 64 * 128,
+        whole=4 * 64, divided=2 * 128 + 2 * 64 + 3 * 128,
+        passes=(2 * (7 * 4 + 4 * 2 + 3 * 2) * 64, 2 * (12 * (128 + 64) + 5 * 128)),
+        touched=dict.fromkeys((10, 3), ATTENTION + 3 * 64 * 128), cache_bytes=2 * 64 * 2,
+    ),
+    Worked(
+        model=replace(GROUPED, mlp="plain"), dtype="float32", item=4, flops=1e6, query=128,
+        weights=ATTENTION + 2 * 64 * 128, whole=4 * 64, divided=2 * 128 + 2 * 64 + 2 * 128,
+        passes=(2 * (7 * 4 + 3 * 4) * 64, 4 * (12 * (128 + 64) + 5 * 128)),
+        touched=dict.fromkeys((10, 3), ATTENTION + 2 * 64 * 128), cache_bytes=2 * 64 * 4,
+    ),
+    # Two of eight experts a token: 10 tokens read all eight, 3 tokens six.
+    Worked(
+        model=replace(GROUPED, experts=Experts(count=8, per_token=2)), dtype="float32", item=4, flops=1e6, query=128,
+        weights=ATTENTION + 2 * 3 * 64 * 128, whole=4 * 64, divided=2 * 128 + 2 * 64 + 3 * 256,
+        passes=(2 * (7 * 4 + 3 * 4) * 64, 4 * (12 * (128 + 64) + 5 * 256)),
+        touched={10: ATTENTION + 8 * 3 * 64 * 128, 3: ATTENTION + 6 * 3 * 64 * 128}, cache_bytes=2 * 64 * 4,
+    ),
+]  # fmt: skip
+PLACES = [(1, False), (2, False), (2, True), (4, True)]
+
+
+def slow(worked: Worked, **features: Any) -> Timings:
+    return Timings(model=worked.model, dtype=worked.dtype, hardware=SLOW, features=EngineFeatures(**features))
+
+
+def reduced_s(size_bytes: float, tp: int, crosses: bool) -> float:
+    """Of four ranks on nodes of two devices, two are in each."""
+    return SLOW.all_reduce_s(size_bytes, tp, crosses_nodes=crosses, per_node=2 if tp == 4 else 1)
+
+
+@pytest.mark.parametrize("worked", WORKED, ids=["grouped", "plain", "experts"])
+@pytest.mark.parametrize(("tp", "crosses"), PLACES)
+@pytest.mark.parametrize(("backward", "trains"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("parallel", ["off", "on", "regathers"])
+def test_all_terms_of_a_layer(
+    worked: Worked, tp: int, crosses: bool, backward: bool, trains: bool, parallel: str
+) -> None:
+    timings = slow(worked, sequence_parallel=parallel != "off", regathers_inputs=parallel == "regathers")
+    passes = 2 if backward else 1
+    flops = 10 * (2 * worked.weights + 2 * 5 * worked.query) / tp
+    moved = worked.item * (worked.touched[10] / tp + 10 * (worked.whole + worked.divided / tp))
+    whole, divided = worked.passes
+    elementwise = 10 * (whole / (1 if parallel == "off" else tp) + divided / tp)
+    launch = 0.75 if trains or backward else 0.25
+    reduces = 3 if backward and parallel == "regathers" else 2
+    expected = passes * (launch + flops / worked.flops + (moved + elementwise) / 1e5)
+    expected += reduces * reduced_s(10 * 64 * worked.item, tp, crosses)
+    found = timings.layer(10, 5, tp, backward=backward, tp_crosses_nodes=crosses, trains=trains)
+    assert found == pytest.approx(expected)
+    again = timings.recomputed(10, tp, tp_crosses_nodes=crosses)
+    assert again == pytest.approx(0.75 + elementwise / 1e5 + 2 * reduced_s(10 * 64 * worked.item, tp, crosses))
+
+
+@pytest.mark.parametrize("worked", WORKED, ids=["grouped", "plain", "experts"])
+@pytest.mark.parametrize(("tp", "crosses"), PLACES)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_all_terms_of_a_decode_step(worked: Worked, tp: int, crosses: bool, graphs: bool) -> None:
+    """Of 3 sequences with 7 tokens each: scores and values over all of these, not over half of them."""
+    flops = 3 * (2 * worked.weights + 4 * 7 * worked.query) / tp
+    moved = worked.item * (worked.touched[3] / tp + 3 * (worked.whole + worked.divided / tp))
+    moved += 3 * 7 * worked.cache_bytes / tp + 3 * (worked.passes[0] + worked.passes[1] / tp)
+    expected = (0.0625 if graphs else 0.125) + flops / worked.flops + moved / 1e5
+    expected += 2 * reduced_s(3 * 64 * worked.item, tp, crosses)
+    found = slow(worked, cuda_graphs=graphs).decode_layer(3, 7, tp, tp_crosses_nodes=crosses)
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("tp", "crosses"), PLACES)
+@pytest.mark.parametrize("backward", [False, True])
+def test_all_terms_of_an_embedding(tp: int, crosses: bool, backward: bool) -> None:
+    """Rows are read and written; their parts are summed over tp forward alone."""
+    expected = 2 * 10 * 64 * 2 / 1e5 + (0.0 if backward else reduced_s(10 * 64 * 2, tp, crosses))
+    found = slow(WORKED[0]).embedding(10, tp, backward=backward, tp_crosses_nodes=crosses)
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("tp", "crosses"), PLACES)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("chunks", ["one", "just one", "more", "none"])
+def test_all_terms_of_a_head(tp: int, crosses: bool, backward: bool, full: bool, chunks: str) -> None:
+    """32 logits of 10 tokens, widened to 4 bytes; backward, those of more than one chunk are projected once more."""
+    logits_bytes = 10 * 32 * 4
+    chunk = {"one": 10**6, "just one": logits_bytes // tp, "more": logits_bytes // tp - 1, "none": None}[chunks]
+    timings = slow(WORKED[0], full_logits=full, logits_chunk_bytes=chunk)
+    projection = 2 * 10 * 32 * 64 / tp / 2e6 + 32 * 64 * 2 / tp / 1e5
+    projections = (2 if backward else 1) + (backward and not full and chunks == "more")
+    expected = projections * projection + 4 * logits_bytes / (1 if full else tp) / 1e5
+    if backward:
+        expected += reduced_s(10 * 64 * 2, tp, crosses)
+    elif full:
+        per_node = 2 if tp == 4 else 1
+        expected += SLOW.all_gather_s(10 * 32 * 2, tp, crosses_nodes=crosses, per_node=per_node)
+    assert timings.head(10, tp, backward=backward, tp_crosses_nodes=crosses) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("backward", "passes"), [(False, 1), (True, 2)])
+def test_a_scalar_head_reads_and_writes_hidden_states(backward: bool, passes: int) -> None:
+    critic = Timings(model=GROUPED.with_head("scalar"), dtype="bfloat16", hardware=SLOW)
+    found = critic.head(10, 2, backward=backward, tp_crosses_nodes=True)
+    assert found == pytest.approx(passes * 2 * 10 * 64 * 2 / 1e5)
+
+
+@pytest.mark.parametrize(("crosses", "per_node"), [(False, 1), (True, 1), (True, 2)])
+def test_collectives_are_those_of_the_hardware(crosses: bool, per_node: int) -> None:
+    timings, group = slow(WORKED[0]), {"crosses_nodes": crosses, "per_node": per_node}
+    assert timings.all_reduce(1e4, 4, **group) == SLOW.all_reduce_s(1e4, 4, **group)  # type: ignore[arg-type]
+    for collective in (timings.all_gather, timings.reduce_scatter):
+        assert collective(1e4, 4, **group) == SLOW.all_gather_s(1e4, 4, **group)  # type: ignore[arg-type]
+    assert timings.send(1e4, crosses_nodes=crosses) == SLOW.send_s(1e4, crosses_nodes=crosses)
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):  # a member in each node, if nobody says how many
+        collective = getattr(timings, name)
+        assert collective(1e4, 4, crosses_nodes=crosses) == collective(1e4, 4, crosses_nodes=crosses, per_node=1)
+
+
+def test_an_optimizer_step_reads_and_writes() -> None:
+    """In bf16 three passes over gradients of 4 bytes, two over 2 bytes, two over 12 bytes of states and master copy."""
+    assert slow(WORKED[0]).optimizer(1000) == pytest.approx(1000 * (3 * 4 + 2 * 2 + 2 * 12) / 1e5)
+    assert slow(WORKED[0], fp32_gradients=False).optimizer(1000) == pytest.approx(1000 * (3 * 2 + 4 + 24) / 1e5)
+
+
+def test_timings_under_other_features_are_of_the_same_model() -> None:
+    timings = slow(WORKED[0])
+    other = timings.under(EngineFeatures(full_logits=True))
+    assert other == slow(WORKED[0], full_logits=True)
+    assert timings.links == SLOW
+
+
+def test_keys_and_values_of_a_token() -> None:
+    assert kv_bytes_per_token_layer(GROUPED, "bfloat16") == 2 * 2 * 32 * 2
+    assert kv_bytes_per_token_layer(TINY, "float32") == 2 * 64 * 4
