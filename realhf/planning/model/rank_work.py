@@ -127,9 +127,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         lengths, page = self.lengths, self.placed.page_tokens
         per_part = math.ceil(self.samples / self.parts)
         sharing = self.sharing if self.parts == self.parts_in_flight else 1
-        are_alike = sharing == 1 or lengths.prompt_tokens == lengths.max_prompt_tokens
         prompts = {lengths.max_prompt_tokens}
-        if not are_alike:
+        if lengths.prompt_tokens != lengths.max_prompt_tokens:
             prompts.add(max((lengths.max_prompt_tokens + 1) // page * page - 1, 1))
 
         def of_group(prompt: int) -> int:

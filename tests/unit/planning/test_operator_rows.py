@@ -8,7 +8,14 @@ from realhf.base.errors import UserError
 from realhf.planning.model.collective_costs import CollectiveCost, CollectiveCosts
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.operator_modes import Links, Operator, OsdpPlan, OsdpProblem, solve, uniform_plan
-from realhf.planning.model.operator_rows import aligned, operator_rows, plan_text
+from realhf.planning.model.operator_rows import (
+    WIDEST_NAME,
+    OperatorRow,
+    aligned,
+    operator_rows,
+    plan_rows,
+    plan_text,
+)
 
 COSTS = CollectiveCosts(
     all_reduce=CollectiveCost(latency_s=1.0, seconds_per_byte=0.5),
@@ -104,3 +111,85 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
     rows = [["name", "mode", "GiB"], ["a", "sharded", "10"]]
     assert list(aligned(rows, words=2)) == ["name  mode     GiB", "a     sharded   10"]
     assert list(aligned(rows, words=1)) == ["name     mode  GiB", "a     sharded   10"]
+
+
+@pytest.mark.parametrize(
+    ("length", "shown"), [(WIDEST_NAME, "x" * 32), (33, "x" * 28 + " ..."), (3, "xxx"), (60, "x" * 28 + " ...")]
+)
+def test_long_names_are_cut(length: int, shown: str) -> None:
+    row = OperatorRow(operators="x" * length, count=1, modes="zero1", seconds=0.0015, bytes=2.5 * 2**20)
+    assert row.cells == (shown, "zero1", "1.500", "2.50")
+
+
+def test_a_row_has_its_slices_in_seconds_and_bytes() -> None:
+    """Slices of three modes; of an operator in one piece no number is said."""
+    op = operator("up", slices=4)
+    several = problem(op, operator("down"), memory_bytes=2**61)  # so that states are rounded up, a slice at a time
+    plan = OsdpPlan(problem=several, batch=1, slices=((1, 0, 3), (0, 0, 1)))
+    up, down = operator_rows(plan)
+    assert (up.modes, down.modes) == ("1 replicated + 3 sharded", "sharded")
+    # An all-reduce of 200 bytes without latency, and three times two gathers and a reduction.
+    assert up.seconds == pytest.approx(200 * 0.5 + 3 * (2 * (2 + 50) + 4 + 25))
+    assert (up.bytes, down.bytes) == (3200 / 4 + 3 * 200, 800)
+    halves = replace(plan, problem=problem(operator("up", slices=4, optimizer_bytes=1602), operator("down")))
+    assert operator_rows(halves)[0].bytes == 3202 / 4 + 3 * 3202 / 16
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        (["head"], ["head"]),
+        (["layers.3.up"], ["layers.3.up"]),
+        (["layers.0.up", "layers.1.up", "layers.3.up", "layers.5.up", "layers.6.up"], ["layers.0-1,3,5-6.up"]),
+        (["layers.0.up", "layers.0.down", "layers.1.up"], ["layers.0-1.up", "layers.0.down"]),
+        (["blocks.2.of.7.up", "blocks.3.of.7.up"], ["blocks.2-3.of.7.up"]),
+        (["blocks.2.of.7.up", "blocks.2.of.8.up"], ["blocks.2.of.7.up", "blocks.2.of.8.up"]),
+        (["norms", "norms"], ["norms"]),
+    ],
+)
+def test_names_that_differ_in_a_layer(names: list[str], rows: list[str]) -> None:
+    several = problem(*map(operator, names))
+    plan = OsdpPlan(problem=several, batch=1, slices=((0, 1, 0),) * len(names))
+    assert [row.operators for row in operator_rows(plan)] == rows
+
+
+def test_plans_beside_the_chosen_one() -> None:
+    """One pass of an all-gather and a reduce-scatter takes 800 x 0.375 s, an all-reduce 400 s; a sample 100 s."""
+    op = operator("up", compute_s=100.0, activation_bytes=GIB)
+    given = problem(op, memory_bytes=8 * GIB)
+    chosen = OsdpPlan(problem=given, batch=2, slices=((0, 1, 0),))
+    small = OsdpPlan(problem=problem(operator("up", compute_s=100.0)), batch=1, slices=((1, 0, 0),))
+    rows = plan_rows(chosen, {"replicated": small, "sharded": None, "zero1": chosen})
+    assert rows == [
+        ("chosen", "2", "500.0000", "300.0000", "0.02", "2.00", "1.000"),
+        ("all replicated", "1", "500.0000", "400.0000", "0.01", "3e-06", "2.000"),
+        ("all sharded", "-", "-", "-", "-", "too large", "-"),
+        ("all ZeRO-1", "2", "500.0000", "300.0000", "0.02", "2.00", "1.000"),
+    ]
+    exactly = replace(given, operators=(operator("up", parameter_bytes=GIB - 1800, optimizer_bytes=4000),))
+    [row] = plan_rows(OsdpPlan(problem=exactly, batch=1, slices=((0, 1, 0),)), {})
+    assert row[5] == "1.00"
+
+
+def test_a_plan_in_text() -> None:
+    op = operator("layers.0.up", parameter_bytes=2**21, activation_bytes=2**20, slices=2, compute_s=0.5)
+    other = operator("head", parameter_bytes=2**23)
+    given = problem(op, other, memory_bytes=2**30, extra_bytes=2**19, links=Links(
+        num_devices=4, latency_s=0.0, seconds_per_byte=0.0
+    ))  # fmt: skip
+    plan = OsdpPlan(problem=given, batch=3, slices=((0, 1, 1), (0, 1, 0)))
+    assert plan_text(plan, {}).splitlines() == [
+        "4 ranks, batch 3: 0.01343 of 1 GiB",  # 13.75 MiB
+        "of these 1.00 MiB for gathers, 3.50 MiB for activations",
+        "",
+        "operator     modes                   ms   MiB",
+        "layers.0.up  1 zero1 + 1 sharded  0.000  1.25",
+        "head         zero1                0.000  8.00",
+        "",
+        "plan    batch  step s  comm. s  samples/s    GiB  ratio",
+        "chosen      3  1.5000   0.0000       8.00  0.013  1.000",
+    ]
+    divided = replace(plan, slices=((0, 2, 0), (0, 1, 0)))
+    assert plan_text(divided, {}).splitlines()[1] == "of these 0.00 MiB for gathers, 3.50 MiB for activations"
+    both = replace(plan, slices=((0, 1, 1), (0, 0, 1)))
+    assert plan_text(both, {}).splitlines()[1] == "of these 8.00 MiB for gathers, 3.50 MiB for activations"
