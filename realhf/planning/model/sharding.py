@@ -179,7 +179,7 @@ class Chooser:
         """What no choice changes: norms, what pads the vector that they are in, and copies for checkpoints."""
         dp, placed = self._strategy.dp, self._work.placed
         norms = operators_on(self._model, self._strategy, stage).get(NORMS, ())
-        elements = vector_elements(sum(slice_elements(norms, _ZERO1, dp)), dp) + vector_elements(1, dp)
+        elements = vector_elements(sum(slice_elements(norms, _ZERO1, dp, cut_dim(NORMS))), dp) + vector_elements(1, dp)
         written = placed.elements(is_divided=True) if self._features.copies_checkpoints else 0
         state = placed.features.state_bytes(placed.dtype)
         return math.ceil(elements * (self._item + self._gradient + self._state / dp)) + written * (self._item + state)

@@ -129,7 +129,7 @@ def operators_on(model: DecoderConfig, strategy: ParallelStrategy, stage: int) -
 
 
 @lru_cache(maxsize=65536)
-def slice_elements(shapes: Shapes, modes: Modes, dp: int, dim: int = 1) -> tuple[int, ...]:
+def slice_elements(shapes: Shapes, modes: Modes, dp: int, dim: int) -> tuple[int, ...]:
     """Elements of every slice of an operator, cut along `dim`: of a sharded one as the vector of its own that it is, of
     others as a part of the vector of their mode."""
     pieces = [shapes]

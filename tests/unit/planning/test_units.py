@@ -18,7 +18,14 @@ from realhf.planning.model.exchange import Exchange
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.sharding import compact
-from realhf.planning.model.units import Piece, StageUnits, by_stage
+from realhf.planning.model.units import (
+    Piece,
+    StageUnits,
+    by_stage,
+    operators_on,
+    slice_elements,
+    vector_elements,
+)
 from tests.unit.planning.graphs import TINY, call, work_of
 
 KINDS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -170,3 +177,116 @@ def test_a_tied_embedding_is_used_at_both_ends() -> None:
     first, last = by_stage(tied, ParallelStrategy(2, 1, 2), (("embedding", "sharded"),))
     assert [piece.kind for piece in (*first.pieces, *last.pieces) if piece.gathered] == ["embedding", "head"]
     assert first.gathered == last.gathered == (2048,)
+
+
+# --- elements of a stage
+
+STAGE = StageUnits(
+    dp=4,
+    replicated=100,
+    zero1=200,
+    gathered=(40, 60, 60),
+    pieces=(
+        Piece(-1, "embedding", 1.0, 0),
+        Piece(0, "q", 1.0, 40),
+        Piece(0, "k", 1.0, 0),
+        Piece(0, "up", 1.0, 60),
+        Piece(1, "up", 1.0, 60),
+    ),
+)
+
+
+def test_what_a_device_keeps_and_updates() -> None:
+    assert STAGE.sharded == 160
+    assert STAGE.kept == 100 + 200 + 160 // 4
+    assert STAGE.updated == 100 + (200 + 160) // 4
+
+
+@pytest.mark.parametrize(
+    ("gathered", "expected"),
+    [
+        ([], (0, 0)),
+        ([(0, 5)], (5, 5)),
+        ([(0, 5), (0, 7)], (7, 12)),
+        ([(0, 5), (0, 0), (0, 7), (0, 3)], (7, 12)),
+        ([(0, 3), (0, 7), (0, 5)], (7, 12)),
+        # Computed again, the first unit of layer 1 is followed by that of layer 0.
+        ([(0, 9), (0, 1), (1, 8), (1, 1)], (9, 17)),
+        # What lies in no layer is not computed again.
+        ([(-1, 9), (0, 1), (0, 9)], (9, 10)),
+        ([(0, 9), (0, 1), (-1, 9)], (9, 10)),
+    ],
+)
+def test_units_in_use_at_a_time(gathered: list[tuple[int, int]], expected: tuple[int, int]) -> None:
+    pieces = tuple(Piece(layer, "q", 1.0, elements) for layer, elements in gathered)
+    assert StageUnits(2, 0, 0, (), pieces).in_use == expected
+
+
+def test_elements_of_slices() -> None:
+    """Tensors begin at multiples of 64 elements; what is sharded ends at one for every rank."""
+    assert slice_elements(((3, 5), (7,)), ("zero1",), 4, 1) == (128,)
+    assert slice_elements(((3, 5), (7,)), ("sharded",), 4, 1) == (256,)
+    assert slice_elements(((10, 39),), ("zero1",), 4, 1) == (448,)
+    # 39 columns in 19 and 20; 10 rows in 5 and 5, in 3, 3 and 4.
+    assert slice_elements(((10, 39),), ("zero1", "replicated"), 4, 1) == (192, 256)
+    assert slice_elements(((10, 39),), ("zero1", "sharded"), 5, 0) == (256, 320)
+    assert slice_elements(((10, 32),), ("zero1", "sharded", "zero1"), 3, 0) == (128, 192, 128)
+
+
+def test_elements_of_vectors() -> None:
+    assert [vector_elements(elements, 4) for elements in (0, 1, 256, 257)] == [0, 256, 256, 512]
+    assert vector_elements(65, 1) == 128
+
+
+def test_operators_of_a_stage() -> None:
+    """In the order of the forward pass, with the shapes that tensor parallelism leaves a device."""
+    model = replace(TINY, num_kv_heads=2, num_layers=3)
+    strategy = ParallelStrategy(dp=2, tp=2, pp=2)
+    first, last = (operators_on(model, strategy, stage) for stage in (0, 1))
+    layer = {
+        "q": ((32, 64),), "k": ((16, 64),), "v": ((16, 64),), "o": ((64, 32),),
+        "gate": ((64, 64),), "up": ((64, 64),), "down": ((64, 64),),
+    }  # fmt: skip
+    assert {name: shapes for name, shapes in first.items() if name != "norms"} == {
+        "embedding": ((16, 64),),
+        **{f"layers.{n}.{kind}": shapes for n in (0, 1) for kind, shapes in layer.items()},
+    }
+    assert {name: shapes for name, shapes in last.items() if name != "norms"} == {
+        **{f"layers.2.{kind}": shapes for kind, shapes in layer.items()},
+        "head": ((16, 64),),
+    }
+    assert (first["norms"], last["norms"]) == (((64,),) * 4, ((64,),) * 3)
+    chunked = operators_on(replace(model, num_layers=4), ParallelStrategy(pp=2, chunks=2), 1)
+    assert [name for name in chunked if name.endswith(".q")] == ["layers.1.q", "layers.3.q"]
+
+
+def test_pieces_of_a_stage() -> None:
+    """Slices one by one, each a part of its operator; sharded ones are gathered."""
+    model = replace(TINY, num_layers=2)
+    rules: ModeRules = (("layers.1.q", "1 sharded + 1 zero1"), ("head", "sharded"), ("layers.0.k", "replicated"))
+    first, last = by_stage(model, ParallelStrategy(2, 1, 2), rules)
+    kinds = ("q", "k", "v", "o", "gate", "up", "down")
+    whole = tuple(Piece(0, kind, 1.0, 0) for kind in kinds)
+    found = [piece for piece in first.pieces if piece.kind != "norms"]
+    assert found == [Piece(-1, "embedding", 1.0, 0), *whole]
+    found = [piece for piece in last.pieces if piece.kind != "norms"]
+    assert found == [
+        Piece(1, "q", 0.5, 2048), Piece(1, "q", 0.5, 0), *(Piece(1, kind, 1.0, 0) for kind in kinds[1:]),
+        Piece(-1, "head", 1.0, 2048),
+    ]  # fmt: skip
+    assert (first.gathered, last.gathered) == ((), (2048, 2048))
+    assert (first.dp, first.replicated, first.zero1) == (2, 4096, 40960 - 4096 + 2048 + 128)
+    assert (last.replicated, last.zero1) == (0, 40960 - 2048 + 3 * 64 + 64)  # of the padding
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_a_tied_embedding_comes_first_and_last(pp: int) -> None:
+    tied = replace(TINY, tied_embeddings=True)
+    stages = by_stage(tied, ParallelStrategy(2, 1, pp), (("embedding", "sharded"),))
+    places = [[(piece.layer, piece.kind) for piece in stage.pieces if piece.gathered] for stage in stages]
+    expected: list[list[tuple[int, str]]] = [[] for _ in range(pp)]
+    expected[0].append((-1, "embedding"))
+    expected[-1].append((-1, "head"))
+    assert places == expected
+    assert [stage.pieces[-1] == Piece(-1, "head", 1.0, 2048) for stage in stages] == [False] * (pp - 1) + [True]
+    assert [any(piece.kind == "embedding" for piece in stage.pieces) for stage in stages] == [True] + [False] * (pp - 1)
