@@ -1,7 +1,11 @@
 """Profiles and hardware descriptions: files, interpolation, and what replaces a missing measurement."""
 
+import hashlib
+import math
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -11,6 +15,7 @@ from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.profile import (
+    CallOverheads,
     CollectiveTimings,
     Curve,
     DecodeTimings,
@@ -275,3 +280,162 @@ def test_a_profile_of_something_else_is_refused(model: DecoderConfig, dtype: DTy
     save_profile(profile(), path)
     with pytest.raises(UserError, match=r"\.json: the profile is of another model or dtype; measure it again"):
         load_costs({"actor": model}, dtype=dtype, hardware=load_hardware("cpu"), root=tmp_path)
+
+
+# --- the file format, field by field
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "message"),
+    [
+        ((1,), (1.0,), "a curve needs as many seconds as sizes, and at least two of each"),
+        ((), (), "at least two of each"),
+        ((1, 2), (1.0,), "as many seconds as sizes"),
+        ((1, 2), (1.0, 2.0, 3.0), "as many seconds as sizes"),
+        ((1, 1), (1.0, 1.0), r"sizes=\[1, 1\] must increase from at least 0"),
+        ((1, 3, 2), (1.0, 1.0, 1.0), r"sizes=\[1, 3, 2\] must increase"),
+        ((-1, 2), (1.0, 1.0), r"sizes=\[-1, 2\] must increase from at least 0"),
+        ((1, 2**61), (1.0, 1.0), "sizes .* is not from 0 to"),
+        ((1, 2), (1.0, -1.0), "seconds -1.0 is not from 0 to"),
+        ((1, 2), (1.0, 1e10), "seconds .* is not from 0 to"),
+    ],
+)
+def test_curves_that_are_none(sizes: tuple[float, ...], seconds: tuple[float, ...], message: str) -> None:
+    with pytest.raises((ValueError, UserError), match=message):
+        Curve(sizes, seconds)
+
+
+def test_curves_begin_at_nothing() -> None:
+    assert Curve((0, 2), (0.0, 4.0)).at(1) == 2.0
+
+
+def test_a_curve_at_every_piece() -> None:
+    curve = Curve((1, 2, 4, 8), (2.0, 4.0, 5.0, 13.0))
+    assert [curve.at(x) for x in (1, 1.5, 2, 3, 4, 6, 8)] == [2.0, 3.0, 4.0, 4.5, 5.0, 9.0, 13.0]
+    assert [curve.at(x) for x in (0.5, 10)] == [1.0, 17.0]
+    flat = Curve((2, 4), (3.0, 4.0))
+    assert [flat.at(x) for x in (0, 1)] == [2.0, 2.5]  # the piece goes on: more than in proportion
+    assert Curve((2, 4), (3.0, 2.0)).at(6) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (DecodeTimings, {"context": -1}, "context -1 is not from 0 to"),
+        (DecodeTimings, {"context": 2**24 + 1}, "context .* is not from 0 to"),
+        (TensorTimings, {"tp": 0}, "tp 0 is not from 1 to"),
+        (TensorTimings, {"layer_decode": ()}, "layer_decode must have increasing contexts"),
+        (CollectiveTimings, {"group_size": 0}, "group_size 0 is not from 1 to"),
+        (CallOverheads, {"generate_s_per_parameter": -1.0}, "overheads: generate_s_per_parameter -1.0 is not from 0"),
+        (CallOverheads, {"message_s": 1e10}, "overheads: message_s .* is not from 0"),
+        (ReallocationTimings, {"latency_s": -1.0}, "reallocation: latency_s -1.0 is not from 0 to"),
+        (ReallocationTimings, {"bandwidth": 0.5}, "reallocation: bandwidth 0.5 is not from 1 to"),
+        (LayerProfile, {"optimizer_s_per_parameter": -1.0}, "optimizer_s_per_parameter -1.0 is not from 0 to"),
+        (LayerProfile, {"call_overhead_s": -1.0}, "call_overhead_s -1.0 is not from 0 to"),
+        (LayerProfile, {"sampling_s": 1e10}, "sampling_s .* is not from 0 to"),
+        (LayerProfile, {"sequence_length": 0}, "sequence_length 0 is not from 1 to"),
+        (LayerProfile, {"communicator_bytes": -1}, "communicator_bytes -1 is not from 0 to"),
+        (LayerProfile, {"spread": {"layers": 11.0}}, "spread 11.0 is not from 0 to 10"),
+        (LayerProfile, {"tensor": ()}, r"tensor has tp=\[\]; it needs tp=1 and increasing degrees"),
+        (LayerProfile, {"tensor": (tensor(2, 1.0),)}, r"tensor has tp=\[2\]; it needs tp=1 and increasing degrees"),
+        (LayerProfile, {"tensor": (tensor(1, 1.0), tensor(1, 1.0))}, r"tensor has tp=\[1, 1\]"),
+        (LayerProfile, {"tensor": (tensor(1, 1.0), tensor(4, 1.0), tensor(2, 1.0))}, r"tensor has tp=\[1, 4, 2\]"),
+    ],
+)
+def test_fields_out_of_range(kind: Any, changes: dict[str, Any], message: str) -> None:
+    good: dict[Any, Any] = {
+        DecodeTimings: tensor(1, 1.0).layer_decode[0],
+        TensorTimings: tensor(1, 1.0),
+        CollectiveTimings: profile().collectives[0],
+        CallOverheads: CallOverheads(),
+        ReallocationTimings: ReallocationTimings(latency_s=0.0, bandwidth=1.0),
+        LayerProfile: profile(),
+    }
+    with pytest.raises((ValueError, UserError), match=message):
+        kind(**(structs.asdict(good[kind]) | changes))
+    assert kind(**structs.asdict(good[kind])) == good[kind]
+
+
+@pytest.mark.parametrize("contexts", [(10, 10), (20, 10)])
+def test_contexts_increase(contexts: tuple[int, ...]) -> None:
+    decodes = tuple(DecodeTimings(context=context, seconds=Curve((1, 2), (1.0, 2.0))) for context in contexts)
+    with pytest.raises(ValueError, match="layer_decode must have increasing contexts"):
+        structs.replace(tensor(1, 1.0), layer_decode=decodes)
+    assert DecodeTimings(context=0, seconds=Curve((1, 2), (1.0, 2.0))).context == 0
+
+
+def test_curves_by_name() -> None:
+    found = dict(tensor(1, 1.0).curves())
+    assert list(found) == [
+        "layer_forward", "layer_backward", "embedding_forward", "embedding_backward", "head_forward", "head_backward",
+        "layer_decode of context 10", "layer_decode of context 20",
+    ]  # fmt: skip
+    assert found["layer_backward"] == Curve((1, 4), (2.0, 8.0))
+    assert found["layer_decode of context 20"] == Curve((1, 2), (3.0, 4.0))
+
+
+def test_what_an_older_profile_lacks() -> None:
+    found = profile()
+    assert found.overheads == CallOverheads()
+    assert set(structs.asdict(CallOverheads()).values()) == {0.0}
+    assert (found.reallocation, found.communicator_bytes, found.spread, found.noisy) == (None, None, {}, ())
+    assert (found.measured, found.format) == ({}, "layer-profile/1")
+
+
+@pytest.mark.parametrize(("readings", "number"), [({}, 1), ({"repetitions": 9}, 9), ({"repetitions": 0}, 1)])
+def test_the_error_of_a_part_is_that_of_a_median(readings: dict[str, int], number: int) -> None:
+    """pi / 2 times the variance of a mean."""
+    found = structs.replace(profile(), spread={"layers": 0.4}, measured=readings)
+    assert found.error_of("layers") == pytest.approx(0.4 * (math.pi / 2 / number) ** 0.5)
+    assert found.error_of("collectives") == 0.1
+
+
+def test_collectives_of_a_kind_by_group() -> None:
+    assert [one.group_size for one in profile().collective("all_reduce")] == [2, 4]
+    assert [one.group_size for one in profile().collective("send")] == [2]
+    assert profile().collective("broadcast") == []
+
+
+def test_interpolation_between_and_beyond_points() -> None:
+    points = [(1.0, 2.0), (2.0, 4.0), (4.0, 5.0)]
+    assert [interpolate(points, x) for x in (1, 1.5, 3, 6)] == [2.0, 3.0, 4.5, 6.0]
+    assert [interpolate([(2.0, 5.0)], x) for x in (0, 2, 9)] == [5.0, 5.0, 5.0]
+
+
+def test_names_of_files_are_of_what_was_measured(tmp_path: Path) -> None:
+    """16 hexadecimal digits of the model and the dtype; the same whatever the order of fields."""
+    path = profile_path(TINY, "float32", "h100", tmp_path)
+    content = msgspec.json.encode({"dtype": "float32", "model": msgspec.to_builtins(TINY)}, order="sorted")
+    assert path == tmp_path / "h100" / f"{hashlib.sha256(content).hexdigest()[:16]}.json"
+
+
+def test_a_profile_is_written_below_new_folders_for_people_to_read(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "profile.json"
+    save_profile(profile(), path)
+    save_profile(profile(), path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert lines[:2] == [b"{\n", b' "hardware": "cpu",\n']
+    assert lines[-1] == b"}\n"
+    assert load_profile(path) == load_profile(str(path)) == profile()
+
+
+def test_a_profile_of_another_format_is_to_be_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(structs.replace(profile(), format="layer-profile/0"), path)
+    text = "format 'layer-profile/0' is not 'layer-profile/1'; measure it again with `realhf profile`"
+    with pytest.raises(UserError, match=text):
+        load_profile(path)
+    path.write_text("{")
+    with pytest.raises(UserError, match="layer profile"):
+        load_profile(path)
+
+
+def test_a_time_of_zero_is_named_with_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    broken = structs.replace(tensor(2, 1.0), head_forward=Curve((1, 4, 8), (1.0, 0.0, 2.0)))
+    save_profile(profile(tensor(1, 1.0), broken), path)
+    with pytest.raises(UserError, match="head_forward at tp=2 takes 0 s at 4, which noise of a busy machine made"):
+        load_profile(path)
+    falling = structs.replace(tensor(1, 1.0), head_forward=Curve((0, 8), (1e-9, 2.0)))
+    save_profile(profile(falling), path)
+    assert load_profile(path) == profile(falling)
