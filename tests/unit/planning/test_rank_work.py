@@ -312,6 +312,13 @@ def test_a_worker_in_host_memory(kind: ModelInterfaceType, strategy: tuple[int, 
     assert on_host == 2**24 + rings * RING_BYTES + tensors * 9 / 8
 
 
+def test_the_largest_part_of_a_generation_counts() -> None:
+    """16 samples in three parts, of at most six: a page and a prompt for each on the first stage's two layers."""
+    cache = 3 * 6 * 16 * 2 * A_TOKEN
+    expected = cache + 6 * 8 * activation_elements(TINY, 1) * 4 + 2 * 6 * 32 * 4
+    assert work(GENERATE, (1, 1, 3), 3, full_logits=True).dynamic_bytes() == pytest.approx(expected)
+
+
 def test_bytes_of_an_inference() -> None:
     """Of whole samples in a part, at the longest: one layer's activations, two arrays of logits."""
     lengths = Workload(prompt_tokens=8, new_tokens=5, max_prompt_tokens=10, max_new_tokens=7)
@@ -325,26 +332,34 @@ def test_bytes_of_an_inference() -> None:
 @pytest.mark.parametrize(
     "recomputed", [Recomputed(), Recomputed("full"), Recomputed("full", 1), Recomputed("selective")]
 )
-@pytest.mark.parametrize("strategy", [(1, 2, 1, 1), (2, 1, 2, 1), (1, 1, 2, 2), (1, 1, 4, 1)])
+@pytest.mark.parametrize(
+    ("strategy", "num_layers", "micro_batches"),
+    [
+        ((1, 2, 1, 1), 5, 4), ((2, 1, 2, 1), 5, 4), ((1, 1, 2, 2), 5, 4), ((1, 1, 4, 1), 5, 4),
+        ((1, 1, 2, 4), 11, 3),  # a moment has more whole layers in flight, another one more recomputed ones
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("vocab_size", [32, 4096])
-def test_bytes_of_a_training(recomputed: Recomputed, strategy: tuple[int, ...], vocab_size: int) -> None:
+def test_bytes_of_a_training(
+    recomputed: Recomputed, strategy: tuple[int, ...], num_layers: int, micro_batches: int, vocab_size: int
+) -> None:
     """On the stage with the most: what is kept and what the backward pass has beside it; the largest product; logits
     on the last."""
     dp, tp, pp, _ = strategy
-    model, features = replace(TINY, vocab_size=vocab_size, num_layers=5), {"logits_chunk_bytes": None}
+    model, features = replace(TINY, vocab_size=vocab_size, num_layers=num_layers), {"logits_chunk_bytes": None}
     features |= {"recomputation": recomputed.kind, "recomputed_layers": recomputed.layers}
-    engine, tokens = replace(ENGINE, **features), 16 // dp // 4 * 13
+    engine, tokens = replace(ENGINE, **features), 16 // dp // micro_batches * 13
 
     def on_stage(stage: int) -> float:
-        sizes = [len(chunk) for chunk in chunk_layers(5, ParallelStrategy(*strategy), stage)]
-        flights = layers_in_flight(5, ParallelStrategy(*strategy), stage, 4, recomputed)
+        sizes = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(*strategy), stage)]
+        flights = layers_in_flight(num_layers, ParallelStrategy(*strategy), stage, micro_batches, recomputed)
         kept = max(kept_bytes(model, "bfloat16", tp, each, engine) for each in flights)
         whole = min(size - recomputed.count(size) for size in sizes)
         beyond = beyond_kept_bytes(model, "bfloat16", tp, whole, engine)
         logits = 3 * tokens * vocab_size / tp * 4 if stage == pp - 1 else 0
         return tokens * (kept + beyond) + 64 * 128 // tp * 2 + logits
 
-    found = work(TRAIN_STEP, strategy, 4, model=model, dtype="bfloat16", **features).dynamic_bytes()
+    found = work(TRAIN_STEP, strategy, micro_batches, model=model, dtype="bfloat16", **features).dynamic_bytes()
     assert found == pytest.approx(max(on_stage(0), on_stage(pp - 1)))
 
 
@@ -382,7 +397,7 @@ def test_bytes_of_logits(features: dict[str, Any], head: Any, dtype: Any, expect
 
 
 @pytest.mark.parametrize(
-    ("pp", "chunks", "num_layers"), [(1, 1, 4), (2, 1, 5), (4, 1, 6), (2, 2, 5), (2, 3, 7), (3, 2, 8)]
+    ("pp", "chunks", "num_layers"), [(1, 1, 4), (2, 1, 5), (4, 1, 6), (2, 2, 5), (2, 3, 7), (3, 2, 8), (2, 4, 11)]
 )
 @pytest.mark.parametrize("recomputed", [Recomputed(), Recomputed("full"), Recomputed("full", 1)])
 def test_layers_in_flight_are_those_of_the_schedule(
