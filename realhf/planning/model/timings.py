@@ -219,7 +219,7 @@ class ProfiledTimings(Timings):
     """
 
     profile: LayerProfile
-    factors: Mapping[ProfilePart, float] = field(default_factory=dict)
+    factors: Mapping[ProfilePart, float]
 
     @classmethod
     def of(

@@ -188,6 +188,7 @@ def test_collectives_between_and_beyond_what_was_measured(kind: str, part: float
     assert collective(500, 1, crosses_nodes=False) == 0.0
     across = CPU.all_reduce_s(500, 4, crosses_nodes=True, per_node=2)
     assert collective(500, 4, crosses_nodes=True, per_node=2) == pytest.approx(across * (1 if part == 1 else 0.5))
+    assert collective(500, 4, crosses_nodes=True) == collective(500, 4, crosses_nodes=True, per_node=1)
     without = getattr(timings_of(collectives=()), kind)
     within = CPU.all_reduce_s(500, 4, crosses_nodes=False)
     assert without(500, 4, crosses_nodes=False) == pytest.approx(within * (1 if part == 1 else 0.5))
