@@ -13,10 +13,11 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.geometry.layout import DeviceMesh
 from realhf.planning.certificate import Certificate
 from realhf.planning.copies import with_best_copies
 from realhf.planning.dominance import Dominance, worthwhile
-from realhf.planning.model.cluster import Cluster, device_meshes, halves, has_all_meshes
+from realhf.planning.model.cluster import Cluster, halves, has_all_meshes
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.reallocation import with_groups
 from realhf.planning.options import Option, chosen, num_ways, option_of, options_to_search
@@ -156,13 +157,12 @@ def _search_sets(
 
 def _search_near(task: PlanningTask, clock: "_Clock", sets: _Sets, seed: int, watch: Watch) -> _Sets:
     """A search of all breadth, in what is left of the budget, on the meshes of the best plan; where none was found, on
-    those that have half of the cluster or more. Nothing where there is no time for its options."""
+    the whole cluster and its halves. Nothing where there is no time for its options."""
     begins = _fastest(sets.results) if sets.results else None
     if begins:
         meshes = list(dict.fromkeys(call.mesh for call in begins.plan.calls.values()))
     else:
-        large = [mesh for mesh in device_meshes(task.cluster) if 2 * mesh.size >= task.cluster.num_devices]
-        meshes = [large[-1], *halves(task.cluster)]
+        meshes = [DeviceMesh(0, task.cluster.num_devices), *halves(task.cluster)]
     within = task.varied(breadth="all", near=tuple(meshes))
     while num_ways(within) > MOST_WAYS_NEAR and len(within.near) > 1:
         within = within.varied(near=within.near[:-1])

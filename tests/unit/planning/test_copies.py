@@ -206,7 +206,12 @@ def test_the_words_of_a_certificate() -> None:
     assert str(proven) == (
         "no plan with copies from home alone takes less than 2 s a step; this plan has other copies and takes 1.5 s"
     )
-    assert "takes less than 1 s a step" in str(replace(proven, lower_bound_s=1.0, proven=False))
+    others = "; this plan has other copies and takes 1.5 s"
+    assert str(replace(proven, lower_bound_s=1.0)).endswith(f"takes less than 2 s a step{others}")
+    assert str(replace(proven, lower_bound_s=0.5, proven=False)).endswith(f"takes less than 0.5 s a step{others}")
+    assert str(replace(proven, lower_bound_s=0.5, proven=False, wider_s=1.2)).endswith(
+        "takes less than 0.5 s a step; this plan is not one of them and takes 1.2 s"
+    )
     assert str(replace(proven, lower_bound_s=0.0, proven=False)) == "no lower bound was proven"
 
 

@@ -125,6 +125,11 @@ def test_what_a_certificate_says() -> None:
     open_ = Certificate(cost_s=2.0, lower_bound_s=1.6, proven=False)
     assert open_.gap == pytest.approx(0.25)
     assert str(open_) == "no plan takes less than 1.6 s a step; this one is within 25.0% of that"
+    assert Certificate(cost_s=2.0, lower_bound_s=0.5, proven=False).gap == pytest.approx(3.0)
+    assert Certificate(cost_s=2.0, lower_bound_s=1.9, proven=True).gap == 0.0
+    assert str(Certificate(cost_s=2.0, lower_bound_s=0.5, proven=False)) == (
+        "no plan takes less than 0.5 s a step; this one is within 300.0% of that"
+    )
     assert Certificate(cost_s=2.0, lower_bound_s=0.0, proven=False).gap == float("inf")
     assert str(Certificate(cost_s=2.0, lower_bound_s=0.0, proven=False)) == "no lower bound was proven"
     nothing = Certificate(cost_s=2.0, lower_bound_s=float("inf"), feasible=False, proven=True)
