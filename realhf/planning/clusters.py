@@ -17,6 +17,7 @@ from realhf.planning.model.hardware import GIB, Hardware
 from realhf.planning.request import DevicesRequest, PlannedHardware
 
 _NAME = re.compile(r"(?P<hardware>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
+_MOST_DIGITS = 20  # that are read of a number: one with more is too large anyway
 MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 EXAMPLE = "groups: [{hardware: h100, nodes: 16, devices_per_node: 8}]"
 
@@ -132,7 +133,7 @@ def parse_cluster(text: str, memory_gb: float | None = None) -> Cluster:
             f"cluster {text!r} is neither HARDWARE-NODESxDEVICES (h100-16x8: 16 nodes of 8 devices) nor a .yaml file"
         )
     try:
-        nodes, devices = (int(match[name][:20]) for name in ("nodes", "devices"))  # a number of 21 digits is too large
+        nodes, devices = (int(match[name][:_MOST_DIGITS]) for name in ("nodes", "devices"))
         group = NodeGroup(hardware=match["hardware"], nodes=nodes, devices_per_node=devices)
     except UserError as error:
         raise UserError(f"cluster {text!r}: {error}") from None
@@ -153,8 +154,9 @@ def _read(path: Path, memory_gb: float | None) -> Cluster:
     if len(file.groups) > 1:
         kinds = ", ".join(f"{group.nodes} x {group.hardware}" for group in file.groups)
         raise UserError(f"{path}: {len(file.groups)} groups ({kinds}); plans are made for one group, so give one")
+    [group] = file.groups
     try:
-        return file.groups[0].cluster(memory_gb)
+        return group.cluster(memory_gb)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 

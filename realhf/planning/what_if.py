@@ -22,6 +22,7 @@ ROLES = {"actor": ("actor", "reference", "ref"), "critic": ("critic", "reward", 
 DEFAULT_TOKENS = 1024
 NO_STALENESS = "0"
 DEFAULT_DTYPE: DType = "bfloat16"
+_MOST_DIGITS = 20  # that are read of a number: one with more is too large anyway
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +137,7 @@ class WhatIfRequest:
             UserError: a word of another form, or an experiment with these calls has no model of a role.
         """
         try:
-            # A number of 21 digits is too large.
-            stalenesses = sorted({int(word[:20]) for word in self.stalenesses.split(",")})
+            stalenesses = sorted({int(word[:_MOST_DIGITS]) for word in self.stalenesses.split(",")})
         except ValueError:
             raise UserError(f"--staleness {self.stalenesses} must be whole numbers, separated by commas") from None
         features = tuple(name.strip() for name in self.features.split(",") if name.strip())

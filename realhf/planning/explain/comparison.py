@@ -90,7 +90,7 @@ def best_alternatives(task: PlanningTask, plan: ExecutionPlan) -> list[Alternati
 
 def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
     chosen = {call: [option_of(entry)] for call, entry in plan.calls.items()}
-    planned = chosen[name][0]
+    planned = option_of(plan.calls[name])
     model = task.call_models[name]
     within = task.varied(offload=plan.offload)
     options = [planned, *(option for option in worthwhile(within, name) if option != planned)]

@@ -6,10 +6,11 @@ import pytest
 from msgspec import structs
 
 from realhf.base.errors import UserError
-from realhf.machine.gpus import VISIBLE, visible_gpus
+from realhf.machine.gpus import VISIBLE, Gpu, visible_gpus
 from realhf.machine.host import Host
 from realhf.planning.here import (
     COUNTED_OF_GPU,
+    FLOP_PER_CORE,
     PROGRAM_BYTES,
     SYSTEM_BYTES,
     check_here,
@@ -91,7 +92,7 @@ def test_a_described_h100_is_the_fitted_one(monkeypatch, tmp_path):
     preset = load_hardware("h100")
     found = described(gpus_of(H100, monkeypatch, tmp_path), preset)
     assert found.flops("bfloat16") == pytest.approx(preset.flops("bfloat16"))
-    assert found.memory_bandwidth == pytest.approx(preset.memory_bandwidth, rel=0.01)
+    assert found.memory_bandwidth == pytest.approx(preset.memory_bandwidth)
 
 
 # The vendor's dense peaks of bfloat16 with float32 sums, and of memory. Cards reach more than the clock of their data
@@ -119,6 +120,78 @@ def test_unknown_devices_reach_the_same_part_of_their_peaks(device, flops, bandw
     assert found.flops("bfloat16") > found.flops("float32") >= found.flops("float64")
 
 
+# Multiply-adds of a multiprocessor in a cycle, by NVIDIA's whitepapers: of its tensor cores in bfloat16 (0: it has none
+# for it) and in float64, and its cores.
+@pytest.mark.parametrize(
+    ("capability", "of_bfloat16", "of_float64", "cores"),
+    [
+        ((0, 0), 0, 4, 128),
+        ((7, 0), 0, 32, 64),
+        ((7, 5), 0, 2, 64),
+        ((8, 0), 1024, 64, 64),
+        ((8, 6), 512, 2, 128),
+        ((9, 0), 2048, 128, 128),
+        ((10, 0), 4096, 64, 128),
+        ((12, 0), 512, 2, 128),
+    ],
+)
+def test_operations_of_a_core_in_a_cycle(capability, of_bfloat16, of_float64, cores):
+    float32 = 2  # a multiply-add of each core
+    bfloat16 = 2 * of_bfloat16 / cores or float32
+    assert FLOP_PER_CORE[capability] == {
+        "bfloat16": bfloat16, "float32": float32, "float64": 2 * of_float64 / cores
+    }  # fmt: skip
+
+
+def gpu(name="NVIDIA Some", capability=(9, 0), **unknown):
+    fields = {"memory_bytes": 2**36, "num_cores": 1000, "clock_hz": 1e9, "memory_bandwidth": 1e12}
+    return Gpu(token="0", uuid="GPU-0", name=name, compute_capability=capability, **fields | unknown)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "operations"),
+    [
+        ("NVIDIA Some", (6, 1), 2),
+        ("NVIDIA Some", (7, 2), 2),
+        ("NVIDIA GeForce RTX 2080", (7, 5), 2),
+        ("NVIDIA Some", (8, 6), 8),
+        ("NVIDIA GeForce RTX 3090", (8, 6), 4),
+        ("NVIDIA GeForce RTX 5090", (12, 0), 4),
+        ("NVIDIA GeForce imagined", (9, 0), 32),
+        ("NVIDIA Some", (11, 0), 64),
+    ],
+)
+def test_a_device_has_the_rates_of_its_generation(name, capability, operations):
+    """Of the newest one that is not newer. GeForces sum products of bfloat16 at half the rate of their chips."""
+    base = load_hardware("h100")
+    found = described(gpu(name, capability), base)
+    of_h100 = 16_896 * 1.98e9 * 32
+    assert found.flops("bfloat16") == pytest.approx(base.flops("bfloat16") * 1e12 * operations / of_h100)
+    assert found.memory_bandwidth == pytest.approx(base.memory_bandwidth * 1e12 / (2 * 2.619e9 * 640))
+
+
+def test_nothing_is_known_of_the_links_of_a_described_device():
+    base = structs.replace(load_hardware("h100"), inter_node_send_bandwidth=1.0)
+    found = described(gpu(), base)
+    assert (found.intra_node_bandwidth, found.intra_node_latency_s, found.host_bandwidth) == (1e10, 1e-5, 2.4e10)
+    assert (found.inter_node_send_bandwidth, found.uncertainty) == (None, None)
+    assert found.layer_launch_s == base.layer_launch_s
+
+
+@pytest.mark.parametrize("field", ["num_cores", "clock_hz", "memory_bandwidth"])
+def test_whatever_a_device_does_not_report_is_needed(field):
+    with pytest.raises(UserError, match="does not report its cores, clock and memory bus"):
+        gpu_hardware(gpu(**{field: None}))
+    assert gpu_hardware(gpu()).devices_per_node == 1
+
+
+def test_the_words_of_a_device():
+    unknown = "; no preset knows it: described from what it reports, `realhf profile` measures it"
+    assert gpu_hardware(gpu()).description == f"NVIDIA Some, 64.0 GiB reported{unknown}"
+    known = gpu_hardware(gpu(H100.name))
+    assert known.description == "NVIDIA H100 80GB HBM3, 64.0 GiB reported, else as h100"
+
+
 def test_a_device_that_reports_too_little_needs_a_description(monkeypatch, tmp_path):
     silent = replace(UNKNOWN, unknown=frozenset({"bus_width"}))
     with pytest.raises(UserError, match=r"NVIDIA B300 SXM7: no description .* --hardware FILE.yaml"):
@@ -137,6 +210,56 @@ def test_workers_share_memory_and_cores():
     many = divided(hardware, 32, environ={})
     assert (many.threads, many.name) == (1, "cpu")
     assert many.flops("float32") == load_hardware("cpu").flops("float32")
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (Host(cores=1, memory_bytes=2 * GIB), "this machine's 2.0 GiB and 1 core"),
+        (Host(cores=2, memory_bytes=2 * GIB, cores_limit="a"), "this machine's 2.0 GiB and 2 cores, limited by a"),
+        (
+            Host(cores=2, memory_bytes=2 * GIB, cores_limit="a", memory_limit="b"),
+            "this machine's 2.0 GiB and 2 cores, limited by b and a",
+        ),
+        (
+            Host(cores=2, memory_bytes=2 * GIB, cores_limit="a", memory_limit="a"),
+            "this machine's 2.0 GiB and 2 cores, limited by a",
+        ),
+    ],
+)
+def test_the_words_of_a_machine(host, words):
+    hardware = cpu_hardware(host)
+    assert hardware.description == words
+    assert (hardware.host_memory_bytes, hardware.host_cores, hardware.name) == (2 * GIB, host.cores, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [("3", 3), ("5,2", 5), ("", 8), ("0", 8), ("many", 8), ("-1", 8), ("1", 1)],
+)
+def test_the_number_of_threads_is_a_number_above_0(given, threads):
+    assert divided(cpu_hardware(HOST), 2, environ={"OMP_NUM_THREADS": given}).threads == threads
+
+
+def test_threads_are_divided_anew():
+    """From four threads to one, in the name and the rates."""
+    host = Host(cores=5, memory_bytes=65 * GIB)
+    four = divided(cpu_hardware(host), 1, environ={"OMP_NUM_THREADS": "4"})
+    one = divided(four, 3, environ={})
+    assert (four.name, one.name, one.threads) == ("cpu-4-threads", "cpu", 1)
+    assert four.flops("float64") == 4 * one.flops("float64") == 4 * load_hardware("cpu").flops("float64")
+    assert divided(cpu_hardware(host), 2, environ={}).threads == 2
+    cores = structs.replace(four, host_memory_bytes=None)
+    assert divided(cores, 1, environ={}).device_memory_bytes == four.device_memory_bytes
+
+
+def test_the_least_memory_that_a_worker_can_have():
+    least = SYSTEM_BYTES + 2 * PROGRAM_BYTES
+    assert (SYSTEM_BYTES, PROGRAM_BYTES) == (2**30, 429_496_730)
+    enough = cpu_hardware(Host(cores=2, memory_bytes=least + 2))
+    assert divided(enough, 2, environ={}).device_memory_bytes == 1
+    with pytest.raises(UserError, match=r"models of 2 workers, whose programs take 0\.4 GiB each beside 1\.0 GiB"):
+        divided(structs.replace(enough, host_memory_bytes=least + 1), 2, environ={})
 
 
 def test_the_users_number_of_threads_goes_first():
@@ -168,6 +291,28 @@ def test_planning_for_what_is_not_here_is_refused(planned, devices, message, mon
         return
     with pytest.raises(UserError, match=message):
         check_here(load_hardware(planned), is_given=True)
+
+
+@pytest.mark.parametrize(
+    ("planned", "devices", "is_given", "remedy"),
+    [
+        ("h100", [], True, "leave --hardware out, or predict only, with `realhf plan`"),
+        ("h100", [], False, "give --hardware cpu, or predict only, with `realhf plan`"),
+        (
+            "cpu",
+            [A100],
+            True,
+            "leave --hardware out, or set CUDA_VISIBLE_DEVICES= (to nothing) to run on the CPU, or predict only, with "
+            "`realhf plan`",
+        ),
+        ("h100", [A100], False, "give --hardware nvidia-a100-sxm4-40gb, or predict only, with `realhf plan`"),
+    ],
+)
+def test_what_to_do_where_the_hardware_is_not_here(planned, devices, is_given, remedy, monkeypatch, tmp_path):
+    stand_in(monkeypatch, tmp_path, devices)
+    with pytest.raises(UserError) as error:
+        check_here(load_hardware(planned), is_given=is_given)
+    assert str(error.value).endswith(f" on this machine; {remedy}")
 
 
 def test_a_run_that_was_planned_for_other_devices_says_how_to_plan_it_again(monkeypatch, tmp_path):

@@ -259,15 +259,15 @@ def test_a_set_that_fits_follows_one_that_does_not(monkeypatch: pytest.MonkeyPat
     assert (len(found.results), len(found.errors)) == (1, 1)
 
 
-@pytest.mark.parametrize(("left_s", "searched"), [(2.9, 1), (3.1, 2)])
+@pytest.mark.parametrize(("prepared_s", "left_s", "searched"), [(3.0, 2.9, 1), (3.0, 3.1, 2), (0.25, 0.3, 2)])
 def test_a_further_set_is_searched_where_there_is_time_to_prepare_it(
-    left_s: float, searched: int, monkeypatch: pytest.MonkeyPatch
+    prepared_s: float, left_s: float, searched: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first took 3 s before its search of 5 s."""
-    budget = SearchBudget(seconds=8 + left_s)
+    """As the first took before its search of 5 s."""
+    budget = SearchBudget(seconds=5 + prepared_s + left_s)
     waiting = [(), ("b",)]
     sets = Searches(
-        monkeypatch, waiting, {(): 2.0, ("b",): 1.0}, budget=budget, seconds=[5.0], preparing=[3.0], needed=()
+        monkeypatch, waiting, {(): 2.0, ("b",): 1.0}, budget=budget, seconds=[5.0], preparing=[prepared_s], needed=()
     )
     sets.run()
     assert len(sets.searched) == searched
