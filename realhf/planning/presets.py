@@ -32,6 +32,11 @@ class PresetResult:
     prediction: Prediction | None
     problem: str = ""
 
+    @property
+    def fitting(self) -> Prediction | None:
+        """That of a plan that can run."""
+        return None if self.problem else self.prediction
+
 
 def evaluate_presets(task: PlanningTask, watch: Watch = unwatched) -> list[PresetResult]:
     """All presets."""
@@ -39,8 +44,7 @@ def evaluate_presets(task: PlanningTask, watch: Watch = unwatched) -> list[Prese
     for name in PRESETS:
         watch("plans by rule", name)
         results.append(evaluate_preset(name, task, mapper))
-    fitting = [result for result in results if result.prediction and not result.problem]
-    watch("plans by rule", f"{len(fitting)} of {len(results)} fit")
+    watch("plans by rule", f"{sum(not result.problem for result in results)} of {len(results)} fit")
     return results
 
 
@@ -61,9 +65,9 @@ def evaluate_preset(name: str, task: PlanningTask, mapper: Mapper | None = None)
 def rule_plan(name: str, task: PlanningTask) -> Prediction:
     """The plan of a rule. Raises UserError if it has none for this task, or its plan cannot run."""
     result = evaluate_preset(name, task)
-    if result.prediction is None or result.problem:
+    if result.fitting is None:
         raise UserError(f"--rule {name}: {result.problem}; take another rule, or leave --rule out to search for a plan")
-    return result.prediction
+    return result.fitting
 
 
 def colocate(task: PlanningTask) -> ExecutionPlan:

@@ -134,10 +134,10 @@ def _search_sets(
             break
         begun_s, share = clock.passed_s, OFFLOAD_SHARE if number else 1 - OFFLOAD_SHARE * (num_sets - 1)
         within = task.varied(offload=waiting[number])
-        is_known = begins is not None and begins.plan.offload == within.offload
-        rules = list(begins.rules) if begins and is_known else evaluate_presets(within, watch)
-        known = [rule.prediction for rule in rules if rule.prediction is not None and not rule.problem]
-        known += [begins.prediction] if begins and is_known else []
+        near = begins if begins and begins.plan.offload == within.offload else None
+        rules = list(near.rules) if near else evaluate_presets(within, watch)
+        known = [fitting for rule in rules if (fitting := rule.fitting)]
+        known += [near.prediction] if near else []
         breadths = _breadths(within, clock.left_s, some_rule_fits=bool(known))
         if not breadths:
             results.append(_best_rule(within, rules, known))

@@ -232,7 +232,7 @@ def describe(task: PlanningTask, plan: SearchResult | ExecutionPlan) -> Comparis
     known = {rule.name: rule for rule in result.rules} if result else {}
     heuristic, draws = known.get("heuristic") or evaluate_preset("heuristic", task), drawn(task)
     analysis = analyse(task, sure(draws, prediction))
-    rules = {name: rule.prediction for name, rule in known.items() if not rule.problem and rule.prediction}
+    rules = {name: fitting for name, rule in known.items() if (fitting := rule.fitting)}
     return Comparison(
         task=task,
         draws=draws,

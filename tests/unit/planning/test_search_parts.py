@@ -165,6 +165,7 @@ class Searches:
         self.seconds, self.preparing = iter(seconds), iter(preparing)
         self.shares, self.known, self.searched, self.asked_rules = [], [], [], []  # type: ignore[var-annotated]
         self.some_rule_fits, self.asked_needed = list[bool](), list[float]()
+        self.prepared: list[Any] = []
         monkeypatch.setattr(search, "offloads", lambda task: list(waiting))
         monkeypatch.setattr(search, "evaluate_presets", self._rules)
         monkeypatch.setattr(search, "_breadths", self._breadths)
@@ -186,6 +187,7 @@ class Searches:
     def _prepare(self, task: PlanningTask, rules: Any, known: list[Prediction], watch: Any) -> Any:
         assert watch is unwatched
         self.known.append(known)
+        self.prepared.append(task.breadth)
         self.now.s += next(self.preparing, 0.0)
 
         def request(clock: Any, share: float, seed: int) -> tuple[float, int]:
@@ -284,6 +286,9 @@ def test_the_longest_preparation_counts(monkeypatch: pytest.MonkeyPatch) -> None
     )
     sets.run()
     assert len(sets.searched) == 2
+    sets.now.s, sets.preparing = 100.0, iter([1.9, 1.9, 0.0])
+    sets.run()
+    assert len(sets.searched) == 2 + 3, "each took 1.9 s of the 6 s"
 
 
 def test_without_a_result_time_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +302,7 @@ def test_without_a_result_time_does_not_end_the_search(monkeypatch: pytest.Monke
 def test_the_next_breadth_is_searched_until_a_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = Searches(monkeypatch, [()], {(): None}, breadths=["plain", "all"])
     nothing.run()
-    assert nothing.searched == [(), ()]
+    assert (nothing.searched, nothing.prepared) == ([(), ()], ["plain", "all"])
     enough = Searches(monkeypatch, [()], {(): 1.0}, breadths=["plain", "all"])
     enough.run()
     assert enough.searched == [()]

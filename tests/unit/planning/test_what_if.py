@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from realhf.architecture.compute import ComputeConfig, ModelSetup
+from realhf.api.experiment import ModelSetup
+from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.named import architecture
 from realhf.base.errors import UserError
 from realhf.planning.model.features import ENGINE
