@@ -1,0 +1,413 @@
+"""From an experiment and a request to a task, a search and a plan: what is passed on, to whom, and what is refused."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from experiments.ppo import PPOExperiment
+from realhf.api.backends import NATIVE
+from realhf.api.experiment import KeyLengths, ModelSetup
+from realhf.api.staleness import graph_of
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import DataflowGraph
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
+from realhf.planning import planner
+from realhf.planning.model.features import ENGINE
+from realhf.planning.model.workload import Workload
+from realhf.planning.planner import given_plan, plan_for, search_for, task_of, tasks_of
+from realhf.planning.request import DevicesRequest, Measured, PlanRequest, SearchBudget, unwatched
+from realhf.planning.search import NothingFitsError
+from realhf.planning.task import PlanningTask
+from realhf.planning.what_if import WhatIf, WhatIfRequest
+from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings
+from tests.unit.planning.graphs import task_of as task_of_graph
+
+TASK = task_of_graph(ppo(), **settings(ppo(), cpu_cluster(2)))
+EXPERIMENT = PPOExperiment(batch_size=8, evaluate=False)
+PLAN = ExecutionPlan(num_devices=3, calls={"actor_generate": CallPlan(devices=(0, 1))}, staleness=2)
+MEASURED = Measured(profiles=Path("nowhere"), call_factors={"actor_generate": 2.0}, ignores_runs=True)
+
+
+def request_of(given: ExecutionPlan | None = None, **fields: Any) -> PlanRequest:
+    """One that gives this plan, which is not read from a file."""
+    request = PlanRequest(**fields)
+    request.__dict__["given"] = given
+    return request
+
+
+# --- a request
+
+
+@pytest.mark.parametrize("given", [None, PLAN])
+def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the cluster of a given plan, or the best that a search finds; checked and explained."""
+    request = request_of(
+        given, offload=("ref",), saves=True, measured=MEASURED, staleness=None if given else 1,
+        budget=SearchBudget(evaluations=5),
+    )  # fmt: skip
+    experiment, cluster = object(), object()
+
+    def cluster_of(devices: Any, num_devices: int | None) -> Any:
+        assert devices is request.devices
+        assert num_devices == (3 if given else None)
+        return cluster
+
+    def task(of: Any, on: Any, **words: Any) -> Any:
+        assert (of, on) == (experiment, cluster)
+        stalenesses = (2,) if given else (1,)
+        expected = {"offload": ("ref",), "saves": True, "measured": MEASURED, "stalenesses": stalenesses}
+        assert words == expected
+        return TASK
+
+    def search(*words: Any) -> str:
+        assert words == (experiment, TASK, request.budget, unwatched)
+        return "searched"
+
+    found = SimpleNamespace(plan="plan", task="task")
+    checked: list[Any] = []
+    monkeypatch.setattr(planner, "cluster_of", cluster_of)
+    monkeypatch.setattr(planner, "task_of", task)
+    monkeypatch.setattr(planner, "search_for", search)
+    monkeypatch.setattr(planner, "describe", lambda *words: found if words == (TASK, given or "searched") else None)
+    monkeypatch.setattr(planner, "check_cache_room", lambda *words: checked.append(words))
+    monkeypatch.setattr(planner, "explain", lambda of: "explained" if of is found else None)
+    assert plan_for(experiment, request) == ("explained", cluster)
+    assert checked == [("plan", "task")]
+
+
+def test_a_plan_by_its_rule_or_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rule(name: str, task: Any) -> Any:
+        assert (name, task) == ("split", TASK)
+        return SimpleNamespace(plan="by rule")
+
+    monkeypatch.setattr(planner, "rule_plan", rule)
+    assert given_plan(TASK, request_of(rule="split")) == "by rule"
+    assert given_plan(TASK, request_of(PLAN)) is PLAN
+    assert given_plan(TASK, request_of()) is None
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What tasks are made of, and which computations are checked."""
+    asked: list[Any] = []
+
+    def task(*words: Any, **more: Any) -> str:
+        asked.append((*words, more))
+        return f"task {len(asked)}"
+
+    monkeypatch.setattr(planner, "task_of", task)
+    monkeypatch.setattr(planner, "check_computations", lambda experiment, plan: asked.append((experiment, plan)))
+
+    def clusters(devices: DevicesRequest, names: str | None, num_devices: int | None) -> dict[str, str]:
+        return {name: f"{name} {devices.nodes} {num_devices}" for name in (names or "one").split(",")}
+
+    monkeypatch.setattr(planner, "clusters_of", clusters)
+    return asked
+
+
+def test_tasks_of_clusters(cases: list[Any]) -> None:
+    experiment = SimpleNamespace(rpcs=list(ppo().calls.values()))
+    request = request_of(PLAN, offload=("ref",), measured=MEASURED, devices=DevicesRequest(nodes=2))
+    found = tasks_of(experiment, request, WhatIfRequest(clusters="a,b", stalenesses="1"))
+    assert found == {"a": "task 2", "b": "task 3"}
+    words = {"what_if": WhatIf(staleness=1), "offload": ("ref",), "measured": MEASURED, "stalenesses": (2,)}
+    assert cases == [(experiment, PLAN), (experiment, "a 2 3", words), (experiment, "b 2 3", words)]
+
+
+def test_tasks_of_stalenesses(cases: list[Any]) -> None:
+    experiment = SimpleNamespace(rpcs=list(ppo().calls.values()))
+    found = tasks_of(experiment, request_of(), WhatIfRequest(stalenesses="1,0"))
+    assert found == {"staleness 0": "task 2", "staleness 1": "task 3"}
+    assert [each[-1]["what_if"].staleness for each in cases[1:]] == [0, 1]
+    assert cases[1][1] == "one 1 None"
+
+
+def test_what_is_not_compared_at_once(cases: list[Any]) -> None:
+    experiment = SimpleNamespace(rpcs=list(ppo().calls.values()))
+    with pytest.raises(UserError, match="several clusters or values of --staleness are compared by themselves"):
+        tasks_of(experiment, request_of(), WhatIfRequest(clusters="a,b", stalenesses="0,1"))
+    with pytest.raises(UserError, match="--staleness 1 and --staleness-up-to 2: the one is a what-if"):
+        tasks_of(experiment, request_of(staleness_up_to=2), WhatIfRequest(stalenesses="1"))
+    assert len(tasks_of(experiment, request_of(staleness_up_to=2), WhatIfRequest())) == 1
+
+
+# --- a task
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What costs are asked for; they are those of TASK."""
+    asked: list[Any] = []
+
+    def load(models: Any, **words: Any) -> Any:
+        asked.append((list(models), words))
+        return TASK.costs
+
+    monkeypatch.setattr(planner, "load_costs", load)
+    return asked
+
+
+def test_the_task_of_an_experiment(costs: list[Any]) -> None:
+    cluster = cpu_cluster(2)
+    task = task_of(EXPERIMENT, cluster, measured=MEASURED, offload=("reward",), saves=True)
+    [(models, words)] = costs
+    assert models == ["actor", "reward", "reference", "critic"]
+    engine = replace(ENGINE, copies_checkpoints=True)
+    assert {name: words[name] for name in ("dtype", "hardware", "root", "ignores_runs", "features")} == {
+        "dtype": "float32", "hardware": cluster.hardware, "root": Path("nowhere"), "ignores_runs": True,
+        "features": engine,
+    }  # fmt: skip
+    assert set(words["of_models"]) == set(models)
+    assert all(features.copies_checkpoints for features in words["of_models"].values())
+    assert words["of_models"]["actor"].fp32_gradients == engine.fp32_gradients
+    assert (task.batch_size, task.max_steps_in_flight, task.dtype) == (8, 2, "float32")
+    assert (task.offload, task.may_offload, task.cluster) == (("reward",), False, cluster)
+    assert task.costs == replace(TASK.costs, call_factors={"actor_generate": 2.0})
+    assert (task.staleness, task.staler, task.mixed) == (0, (), frozenset(models))
+    assert set(task.open_choices) == set(models)
+    assert "recomputation" in task.open_choices["actor"]
+    assert (task.workload.prompt_tokens, task.workload.new_tokens) == (EXPERIMENT.dataset.lengths()["prompt"].mean, 9)
+    free = task_of(EXPERIMENT, cluster, offload=None)
+    assert (free.offload, free.may_offload) == ((), True)
+    assert (task_of(EXPERIMENT, cluster).offload, task_of(EXPERIMENT, cluster).may_offload) == ((), False)
+    assert [words["features"].copies_checkpoints for _, words in costs[1:]] == [False] * 3
+    assert (costs[1][1]["root"], costs[1][1]["ignores_runs"]) == (None, False)
+
+
+def test_the_task_of_what_would_be(costs: list[Any], tmp_path: Path) -> None:
+    """Prompts of a given length need no data set: what no call makes has it."""
+    lengths = tmp_path / "lengths"
+    lengths.write_text("2\n4\n")
+    what_if = WhatIf(
+        prompt_tokens=5, new_tokens=7, response_lengths=lengths, batch_size=16, dtype="bfloat16", staleness=1,
+        features=("no-zero1", "no-recomputation"),
+    )  # fmt: skip
+    task = task_of(EXPERIMENT, cpu_cluster(2), what_if=what_if)
+    [(_, words)] = costs
+    assert (words["dtype"], task.dtype, task.batch_size, task.max_steps_in_flight) == ("bfloat16", "bfloat16", 16, 3)
+    assert (task.workload.prompt_tokens, task.workload.new_tokens, task.workload.max_new_tokens) == (5, 3, 7)
+    assert not any(features.zero1 for features in (words["features"], *words["of_models"].values()))
+    assert "recomputation" not in task.open_choices["actor"]
+    assert [edge.steps_back for edge in task.graph.edges if edge.child == "actor_generate"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("what_if", "keys", "tokens"),
+    [(WhatIf(), ("prompt", "label"), 6.0), (WhatIf(prompt_tokens=5), ("prompt",), 5.0)],
+)
+def test_keys_and_lengths_are_of_the_data_set_or_those_that_a_request_needs(
+    what_if: WhatIf, keys: tuple[str, ...], tokens: float, costs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def graph(experiment: Any, staleness: int, *, calls: Any, keys: Any) -> Any:
+        asked.append((experiment, staleness, keys))
+        return graph_of(experiment, staleness, calls=calls, keys=keys)
+
+    lengths = {"prompt": KeyLengths.constant(6), "label": KeyLengths.constant(1)}
+    dataset = SimpleNamespace(keys=("prompt", "label"), lengths=lambda: lengths)
+    monkeypatch.setattr(PPOExperiment, "dataset", dataset)
+    monkeypatch.setattr(planner, "graph_of", graph)
+    assert task_of(EXPERIMENT, cpu_cluster(2), what_if=what_if).workload.prompt_tokens == tokens
+    assert asked == [(EXPERIMENT, 0, keys)]
+
+
+def test_larger_models_have_the_settings_of_published_measurements(costs: list[Any]) -> None:
+    task = task_of(EXPERIMENT, cpu_cluster(2), what_if=WhatIf(model_types={"actor": "llama7b"}))
+    assert (task.workload.prompt_tokens, task.workload.new_tokens, task.dtype) == (1024, 1024, "bfloat16")
+    assert task.graph.models["actor"].hidden_size == 4096
+
+
+def test_the_staleness_of_a_task_may_be_open(costs: list[Any]) -> None:
+    """The task is of the first, and the others are in `staler`, each with the steps in flight that it needs."""
+    task = task_of(EXPERIMENT, cpu_cluster(2), stalenesses=(0, 1, 2))
+    tasks = [task, *task.staler]
+    assert [each.staleness for each in tasks] == [0, 1, 2]
+    assert [each.max_steps_in_flight for each in tasks] == [2, 2, 3]
+    assert ["actor_rollout" in each.graph.models for each in tasks] == [False, True, True]
+    assert [each.staler for each in task.staler] == [(), ()]
+    assert "actor_rollout" in costs[0][0]
+    assert "actor_rollout" in costs[0][1]["of_models"]
+
+
+def test_only_models_of_this_engine_have_modes_by_operator(costs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planner.setups_of(EXPERIMENT, 0)
+    setups = whole | {"critic": replace(whole["critic"], backend="megatron")}
+    monkeypatch.setattr(planner, "setups_of", lambda experiment, staleness: setups)
+    assert (setups["actor"].backend, NATIVE) == ("native", "native")
+    assert task_of(EXPERIMENT, cpu_cluster(2)).mixed == {"actor", "reward", "reference"}
+
+
+def test_what_a_task_cannot_be(costs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="'nobody' is no model"):
+        task_of(EXPERIMENT, cpu_cluster(2), offload=("nobody",))
+
+    def rows(graph: DataflowGraph, batch_size: int) -> int:
+        raise UserError(f"no rows of {batch_size}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DataflowGraph, "rows_per_step", rows)
+        with pytest.raises(UserError, match="no rows of 7"):
+            task_of(EXPERIMENT, cpu_cluster(2), what_if=WhatIf(batch_size=7))
+    asked: list[Any] = []
+    monkeypatch.setattr(planner, "check_devices", lambda pools, devices: asked.append((list(pools), devices)))
+    task_of(EXPERIMENT, cpu_cluster(2, num_nodes=2))
+    assert asked == [([], 4)]
+    setups = {"a": ModelSetup(dtype="float32"), "b": ModelSetup(dtype="bfloat16")}
+    monkeypatch.setattr(planner, "models_of", lambda experiment: setups)
+    with pytest.raises(UserError, match=r"several dtypes \(bfloat16, float32\); give all of them one"):
+        task_of(EXPERIMENT, cpu_cluster(2))
+
+
+@pytest.mark.parametrize(
+    ("most", "kept", "staleness", "steps"),
+    [(2, [], 0, 2), (1, [], 0, 1), (1, [3], 0, 4), (5, [3, 1], 0, 5), (1, [], 1, 3), (1, [], 2, 4), (1, [5], 2, 6)],
+)
+def test_generation_that_runs_ahead_needs_as_many_steps_more(
+    most: int, kept: Sequence[int], staleness: int, steps: int
+) -> None:
+    graph: Any = SimpleNamespace(follows={str(k): SimpleNamespace(staleness=k) for k in kept})
+    assert planner._steps_in_flight(graph, most, WhatIf(staleness=staleness)) == steps
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_computations_of_a_given_plan_are_those_that_setups_allow(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the calls that train, and of those of models that nobody trains, which are in the plan."""
+    asked: list[Any] = []
+    monkeypatch.setattr(planner, "computation_of", lambda *words: asked.append(words))
+    computes = {"actor_train_step": CallCompute(recomputation="full"), "reward_inference": CallCompute()}
+    calls = {name: CallPlan(devices=(0, 1), compute=compute) for name, compute in computes.items()}
+    calls["actor_generate"] = calls["critic_inference"] = CallPlan(devices=(0, 1))
+    setups = planner.setups_of(EXPERIMENT, staleness)
+    planner.check_computations(EXPERIMENT, structs.replace(PLAN, calls=calls, staleness=staleness))
+    expected = [(name.split("_")[0], name) for name in ("reward_inference", "actor_train_step")]
+    if staleness:  # a copy that follows the actor generates
+        expected.insert(0, ("actor_rollout", "actor_generate"))
+    assert asked == [(model, setups[model], calls[name].compute) for model, name in expected]
+    planner.check_computations(EXPERIMENT, None)
+    assert len(asked) == len(expected)
+
+
+# --- a search
+
+
+def settings_of(monkeypatch: pytest.MonkeyPatch, evaluations: int | None = 70) -> Any:
+    monkeypatch.setattr(planner, "auto_settings", lambda experiment: SimpleNamespace(search_evaluations=evaluations))
+    return SimpleNamespace(seed=9)
+
+
+@pytest.mark.parametrize(
+    ("budget", "evaluations", "seconds"),
+    [(None, 70, None), (SearchBudget(evaluations=3), 3, None), (SearchBudget(seconds=5), 70, 5.0)],
+)
+def test_a_search_has_the_budget_of_the_experiment_where_no_other_is_given(
+    budget: SearchBudget | None, evaluations: int, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    experiment = settings_of(monkeypatch)
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: 4.0))
+    monkeypatch.setattr(planner, "search_plan", lambda *words: asked.append(words) or "result")
+    monkeypatch.setattr(planner, "_least_stale", list)
+    assert search_for(experiment, TASK, budget) == ["result"]
+    share = SearchBudget(evaluations=evaluations, seconds=seconds)
+    assert asked == [(TASK.varied(), share, 9, unwatched)]
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, errors: Sequence[UserError], smallest: float | None
+) -> tuple[str, list[tuple[str, str]]]:
+    """The refusal where the searches end with these errors, and a plan of so many bytes is the smallest."""
+    said: list[tuple[str, str]] = []
+    left = iter(errors)
+
+    def search(*_: Any) -> Any:
+        raise next(left)
+
+    experiment = settings_of(monkeypatch)
+    task = replace(TASK, staler=(replace(TASK, staleness=1),) * (len(errors) - 1))
+    monkeypatch.setattr(planner, "search_plan", search)
+    monkeypatch.setattr(planner, "smallest_peak_bytes", lambda of: smallest if of is task else 0)
+    monkeypatch.setattr(planner, "find_remedies", lambda of: "remedies" if of is task else "")
+    with pytest.raises(UserError) as error:
+        search_for(experiment, task, None, lambda *words: said.append(words))
+    return str(error.value), said
+
+
+def test_where_nothing_fits_the_smallest_changes_that_help_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = TASK.cluster.device_memory_bytes
+    fits_not = NothingFitsError(9.0 * limit, TASK.cluster, ())
+    known = f"{fits_not.knowing(2.0 * limit)}; remedies"
+    said = [("what would be enough", "")]
+    assert failing(monkeypatch, [fits_not, UserError("other")], 2.0 * limit) == (known, said)
+    assert failing(monkeypatch, [UserError("first"), fits_not], limit + 1.0) == ("first; remedies", said)
+
+
+@pytest.mark.parametrize("smallest", [None, 1.0, float(TASK.cluster.device_memory_bytes)])
+def test_where_memory_is_not_what_was_wrong_the_first_error_is_told(
+    smallest: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert failing(monkeypatch, [UserError("first"), UserError("second")], smallest) == ("first", [])
+
+
+def test_one_staleness_that_has_a_plan_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = settings_of(monkeypatch)
+    stale = replace(TASK, staleness=1)
+
+    def search(task: PlanningTask, *_: Any) -> Any:
+        if task.staleness == 0:
+            raise UserError("none")
+        return task
+
+    monkeypatch.setattr(planner, "search_plan", search)
+    monkeypatch.setattr(planner, "_least_stale", list)
+    assert search_for(experiment, replace(TASK, staler=(stale,))) == [stale]
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "seconds", "left", "expected"),
+    [
+        (10, None, 3, (3, None)),
+        (2, None, 1, (1, None)),
+        (None, 9.0, 2, (None, 3.0)),  # 6 s are left
+        (None, 3.005, 1, (None, 0.01)),
+        (None, None, 2, (None, None)),
+    ],
+)
+def test_the_share_of_the_next_search(
+    evaluations: int | None, seconds: float | None, left: int, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: 8.0))
+    share = planner._share(SearchBudget(evaluations=evaluations, seconds=seconds), 5.0, 3, left)
+    assert (share.evaluations, share.seconds) == pytest.approx(expected)
+
+
+# --- room for keys and values
+
+
+@pytest.mark.parametrize(
+    ("pp", "room", "least"), [(1, 32, None), (1, 31, 32), (2, 64, None), (2, 63, 64), (1, None, 0)]
+)
+def test_the_cache_has_room_for_one_sequence(pp: int, room: int | None, least: int | None) -> None:
+    """Of 17 tokens, in pages of 16, in each part of the batch."""
+    lengths = Workload(prompt_tokens=8, new_tokens=9, kv_cache_tokens=room)
+    task = replace(TASK, workload=Workload(prompt_tokens=8, calls={"actor_generate": lengths}))
+    plan = structs.replace(PLAN, calls={"actor_generate": CallPlan(devices=(0, pp), pp=pp)})
+    page = task.costs.features_of("actor").page_tokens(TINY, "float32")
+    assert (page, math.ceil(17 / page) * page) == (16, 32)
+    if not least:
+        planner.check_cache_room(plan, task)
+        return
+    with pytest.raises(UserError) as error:
+        planner.check_cache_room(plan, task)
+    assert str(error.value) == (
+        f"actor_generate: kv_cache_tokens={room} is not room for one sequence of 17 tokens, in pages of 16, in each of "
+        f"pp={pp} parts of the batch; set it to at least {least}, or leave it out"
+    )
