@@ -40,9 +40,9 @@ def test_defaults_are_those_that_the_help_says(request_type: type, names: list[s
     """Where the help names a value, and not in words what happens."""
     defaults = {field.name: field.default for field in fields(request_type)}
     said = {
-        name: found[1]
+        name: found[1] or found[2]
         for name, option in options_in(request_type).items()
-        if (found := re.search(r"\bdefault:? ([\w.]+)\)?$", option.help))
+        if (found := re.search(r"\(default:? ([\w.]+)\)|^default (\w+)$", option.help))
     }
     assert list(said) == names
     assert said == {name: f"{defaults[name]}".removesuffix(".0") for name in names}
