@@ -159,7 +159,7 @@ def option(chunks: int = 1, **compute: Any) -> Option:
     return Option(Layout(DeviceMesh(0, 2), strategy), 1, CallCompute(**compute))
 
 
-MODES = (("*", ("sharded",)),)
+MODES = (("*", "sharded"),)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_the_features_of_a_call(planned: Option, features: list[str]) -> None:
         (option(chunks=2), option(), option(chunks=4)),
         (option(recomputation="full"), option(recomputation="selective"), option(recomputation="full")),
         (option(recomputed_layers=2), option(), option(recomputed_layers=3)),
-        (option(data_parallel=MODES), option(data_parallel="fsdp"), option(data_parallel=(("*", ("whole",)),))),
+        (option(data_parallel=MODES), option(data_parallel="fsdp"), option(data_parallel=(("*", "zero1"),))),
         (option(data_parallel="fsdp"), option(data_parallel=MODES), option(data_parallel="fsdp", prefetch=True)),
     ],
 )
