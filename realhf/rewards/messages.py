@@ -128,7 +128,7 @@ def _with_large_integers(value: Any) -> Any:
         case list() | tuple():
             return [_with_large_integers(one) for one in value]
         case int() if not -(2**63) <= value < 2**64:
-            return msgspec.msgpack.Ext(_LARGE_INTEGER, b"%x" % value if value >= 0 else b"-%x" % -value)
+            return msgspec.msgpack.Ext(_LARGE_INTEGER, b"%x" % value)
         case _:
             return value
 

@@ -111,7 +111,7 @@ class Codec:
         if kind == "bytes":
             return [kind, value.decode("latin-1")]
         if isinstance(value, dict):
-            pairs = [[self._node(k, table), self._node(v, table)] for k, v in dict.items(value)]
+            pairs = [[self._node(k, table), self._node(v, table)] for k, v in value.items()]
             return [kind, pairs, self._node(getattr(value, "default_factory", None), table)]
         return [kind, [self._node(one, table) for one in value], getattr(value, "maxlen", None)]
 
@@ -166,9 +166,9 @@ class Codec:
             value[:] = what.encode("latin-1")
         elif isinstance(value, dict):
             pairs = [(self._value(k, table), self._value(v, table)) for k, v in what]
-            dict.clear(value)
-            for key, one in pairs:
-                dict.__setitem__(value, key, one)
+            value.clear()
+            for key, one in pairs:  # a counter's own `update` would add
+                value[key] = one
             if isinstance(value, collections.defaultdict):
                 value.default_factory = self._value(rest[0], table)
         elif isinstance(value, list):
