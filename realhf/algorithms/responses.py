@@ -53,7 +53,8 @@ def by_sample(of_tokens: Tensor, batch: Batch) -> list[Tensor]:
 
 def to_tokens(of_samples: Tensor, batch: Batch) -> Tensor:
     """One number a sample [batch], repeated for each token of its response: [responses]."""
-    return of_samples.repeat_interleave(torch.tensor(response_lengths(batch), device=of_samples.device))
+    each = zip(of_samples.unbind(), response_lengths(batch), strict=True)
+    return torch.cat([number.expand(length) for number, length in each])
 
 
 def _positions(batch: Batch, device: torch.device) -> Tensor:

@@ -64,4 +64,4 @@ def _share_right(margin: Tensor, terms: Tensor) -> Tensor:
 def _answer_tokens(batch: Batch, side: str, like: Tensor) -> Tensor:
     """[pairs]: tokens of the answers, at least 1."""
     pairs = zip(batch.data[side], batch.data["prompt"], strict=True)
-    return torch.tensor([max(len(whole) - len(prompt), 1) for whole, prompt in pairs], device=like.device).to(like)
+    return like.new_tensor([max(len(whole) - len(prompt), 1) for whole, prompt in pairs])

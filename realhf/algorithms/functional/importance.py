@@ -51,10 +51,10 @@ def is_near_policy(advantage: Tensor, logprob: Tensor, drawn: Tensor, lengths: T
 
 def response_sums(x: Tensor, lengths: Tensor) -> Tensor:
     """The sum over each response, at each of its tokens: [responses] from `x` [responses], `lengths` [batch]."""
-    index = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths)
+    index = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths, output_size=len(x))
     return x.new_zeros(len(lengths)).index_add(0, index, x)[index]
 
 
 def response_means(x: Tensor, lengths: Tensor) -> Tensor:
     """As `response_sums`, the mean."""
-    return response_sums(x, lengths) / lengths.repeat_interleave(lengths).to(x.dtype)
+    return response_sums(x, lengths) / lengths.repeat_interleave(lengths, output_size=len(x)).to(x.dtype)

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +24,7 @@ from realhf.engine.returned import InterfaceError
 
 # For every row of a mini-batch the term that it is for, or _LEFT_OUT; on the host.
 _TERM = " term"
+_SEQUENCES = ("prompt", "seq")
 _LEFT_OUT = -1
 
 
@@ -83,8 +85,10 @@ class UpdateInterface:
     def _weights(self, batch: Batch) -> list[float]:
         """By term, what the loss of these rows is divided by."""
         places = _terms_of(batch)
-        rows = [[i for i, term in enumerate(places) if term == number] for number in range(len(self._losses))]
-        return [loss.weight(batch.select(chosen)) for loss, chosen in zip(self._losses, rows, strict=True)]
+        return [
+            loss.weight(_of_term(batch, [i for i, place in enumerate(places) if place == number], number))
+            for number, loss in enumerate(self._losses)
+        ]
 
     def _loss(self, head: Head, part: Batch, weights: Sequence[float]) -> tuple[Tensor, Stats]:
         """The sum of the terms of a micro-batch, in units of the first one's weight."""
@@ -95,7 +99,8 @@ class UpdateInterface:
             rows = [i for i, place in enumerate(places) if place == number]
             if not rows:
                 continue
-            value, made = loss(head, part, rows, with_kl=number == 0 and self.config.max_kl is not None)
+            seen, with_kl = _of_term(part, rows, number), number == 0 and self.config.max_kl is not None
+            value, made = loss(head, part, rows, seen, with_kl=with_kl)
             if number:  # a term whose rows have no token in the loss adds nothing
                 value = value * (term.coef * weights[0] / weights[number] if weights[number] else 0.0)
             total = value if total is None else total + value
@@ -121,9 +126,9 @@ class MeasureInterface:
         def measure(head: Head, part: Batch) -> dict[str, list[Tensor]]:
             counted = [i for i, term in enumerate(_terms_of(part)) if term != _LEFT_OUT]
             if counted:
-                loss, stats = self._loss(head, part, counted, with_kl=False)
-                weight = self._loss.weight(part.select(counted))
-                parts.append({**stats, f"{c.model}_loss": (float(loss), weight)})
+                seen = part.select(counted)
+                loss, stats = self._loss(head, part, counted, seen, with_kl=False)
+                parts.append({**stats, f"{c.model}_loss": (float(loss), self._loss.weight(seen))})
             return {}
 
         model.forward(rows, "seq", measure, context.micro_batches)
@@ -138,9 +143,10 @@ class _Loss:
         self._function = load_function(term.loss.function)
         self._names = inspect.signature(self._function).parameters
 
-    def __call__(self, head: Head, part: Batch, rows: list[int], *, with_kl: bool) -> tuple[Tensor, Stats]:
-        """The sum over the terms of `rows`, to be divided by the sum of `weight`."""
-        bound, seen = self.term.loss, part.select(rows)
+    def __call__(self, head: Head, part: Batch, rows: list[int], seen: Batch, *, with_kl: bool) -> tuple[Tensor, Stats]:
+        """The sum over the losses of `rows`, which are `seen` with the columns of this term, to be divided by the sum
+        of `weight`."""
+        bound = self.term.loss
         quantity, entropy = self.quantity(head, part, rows)
         keywords: dict[str, Any] = dict(bound.keywords)
         if "entropy" in self._names:
@@ -218,13 +224,12 @@ class _Loss:
 def _of_tokens(rows: Batch, reduction: Reduction) -> Tensor:
     """By token of the responses the factor of a reduction by sequences: [responses]."""
     device = rows.data["seq"][0].device
-    lengths = torch.tensor(_response_lengths(rows), device=device)
+    lengths = _response_lengths(rows)
     if reduction.kind == "sequence_sum_over":
-        return torch.full((int(lengths.sum()),), 1 / reduction.over, dtype=torch.float64, device=device)
-    counts = lengths.double()
-    if "in_loss" in rows.data:
-        counts = torch.stack([mask.sum() for mask in rows.data["in_loss"]]).double().clamp(min=1)
-    return (1 / counts).repeat_interleave(lengths)
+        return torch.full((sum(lengths),), 1 / reduction.over, dtype=torch.float64, device=device)
+    each = torch.tensor(lengths, device=device)
+    counts = each if "in_loss" not in rows.data else torch.stack([mask.sum() for mask in rows.data["in_loss"]])
+    return (1 / counts.double().clamp(min=1)).repeat_interleave(each, output_size=sum(lengths))
 
 
 def _response_lengths(rows: Batch) -> list[int]:
@@ -232,16 +237,31 @@ def _response_lengths(rows: Batch) -> list[int]:
 
 
 def _merged(terms: Sequence[Batch]) -> Batch:
-    """The rows of all terms in one batch, each with its term; what a row has no value for is empty."""
-    marked = [_with_term(batch, number) for number, batch in enumerate(terms)]
-    if len(marked) == 1:
+    """The rows of all terms in one batch, each with its term, for `_of_term`; what a row has no value for is empty."""
+    marked = []
+    for number, batch in enumerate(terms):
+        row = _with_term(batch, number)
+        shared = {name: row.data[name] for name in (*_SEQUENCES, _TERM)}
+        own = {f"{number} {name}": column for name, column in row.data.items() if name not in shared}
+        marked.append(replace(row, data=shared | own))
+    if len(marked) == 1:  # two rows of a pair stay together
         return marked[0]
     keys = dict.fromkeys(key for batch in marked for key in batch.data)
     nothing = torch.empty(0, device=terms[0].data["seq"][0].device)
-    full = [
-        batch.with_data(**{key: [nothing] * len(batch) for key in keys if key not in batch.data}) for batch in marked
-    ]
-    return concatenate(full)
+    return concatenate(
+        [replace(batch, data={key: batch.data.get(key, [nothing] * len(batch)) for key in keys}) for batch in marked]
+    )
+
+
+def _of_term(merged: Batch, rows: Sequence[int], number: int) -> Batch:
+    """Rows of one term, with the columns that they had."""
+    own = f"{number} "
+    data = {
+        name.removeprefix(own): column
+        for name, column in merged.data.items()
+        if name in _SEQUENCES or name.startswith(own)
+    }
+    return Batch(merged.ids, data).select(rows)
 
 
 def _with_term(batch: Batch, number: int) -> Batch:

@@ -21,6 +21,15 @@ def gradient(model: Any) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.module.parameters()])
 
 
+def clipped(right: Tensor) -> Tensor:
+    """Within a norm of 1, as the model here keeps gradients."""
+    return right * min(1.0, 1.0 / (float(right.norm()) + 1e-6))
+
+
+def assert_same(found: Tensor, right: Tensor) -> None:
+    assert torch.allclose(found, right, rtol=1e-12, atol=1e-12)
+
+
 def update(model: Any, context: Any, batch: Batch, term: Term, **settings: Any) -> dict[str, tuple[float, float]]:
     config = Update(model="actor", view=term.view, terms=(term,), **settings)
     return UpdateInterface(config).train_step(model, [batch], context()).stats
@@ -29,17 +38,16 @@ def update(model: Any, context: Any, batch: Batch, term: Term, **settings: Any) 
 def check_loss(model: Any, context: Any, batch: Batch, made: Term, expected: Any) -> dict[str, tuple[float, float]]:
     """Whether the gradient of an update is that of `expected(model)`, before clipping by the norm."""
     expected(model).backward()
-    right = gradient(model)
-    right = right * min(1.0, 1.0 / (float(right.norm()) + 1e-6))
+    right = clipped(gradient(model))
     stats = update(model, context, batch, made)
-    assert torch.allclose(gradient(model), right, atol=1e-12)
+    assert_same(gradient(model), right)
     return stats
 
 
 def mean_over(model: Any, weights: list[list[float]], divisor: float, temperature: float = 1.0) -> Tensor:
     batch = rollouts()
     each = logprobs_of(model, batch.data["seq"], batch.data["prompt"], temperature)
-    return -sum((x * torch.tensor(w)).sum() for x, w in zip(each, weights, strict=True)) / divisor
+    return -sum((x * torch.tensor(w, dtype=torch.float64)).sum() for x, w in zip(each, weights, strict=True)) / divisor
 
 
 ONES = [[1.0] * 3, [1.0], [1.0] * 2, [1.0] * 4]
@@ -50,7 +58,7 @@ ONES = [[1.0] * 3, [1.0], [1.0] * 2, [1.0] * 4]
     [
         (TOKEN_MEAN, ONES, 10),
         (SEQUENCE_MEAN, [[1 / 3] * 3, [1.0], [1 / 2] * 2, [1 / 4] * 4], 4),
-        (sequence_sum_over(8), [[1 / 8] * 3, [1 / 8], [1 / 8] * 2, [1 / 8] * 4], 4),
+        (sequence_sum_over(7), [[1 / 7] * 3, [1 / 7], [1 / 7] * 2, [1 / 7] * 4], 4),
     ],
 )
 def test_reductions(
@@ -92,7 +100,7 @@ def test_samples_that_are_not_valid_count_nowhere(
     mean_over(model, weights, divisor).backward()
     right = gradient(model)
     stats = update(model, context, batch, made, rollout_statistics=True)
-    assert torch.allclose(gradient(model), right * min(1.0, 1.0 / (float(right.norm()) + 1e-6)), atol=1e-12)
+    assert_same(gradient(model), clipped(right))
     assert stats["seen"] == (2.0, 1.0)
     assert stats["reward_mean"] == (4.0, 2.0)
     assert stats["response_length"] == (5.0, 2.0)
@@ -283,22 +291,69 @@ def test_two_losses_make_one_step(language_model: Any, context: Any) -> None:
         terms = (term(), term(view=examples, rows="examples", coef=0.5))
         config = Update(model="actor", view=ROLLOUT, terms=terms)
         UpdateInterface(config).train_step(model, [batch], context(micro_batches=parts))
-        assert torch.allclose(gradient(model), right * min(1.0, 1.0 / (float(right.norm()) + 1e-6)), atol=1e-12)
+        assert_same(gradient(model), clipped(right))
         assert len(steps) == 1
 
 
-def test_a_second_loss_without_a_token_adds_nothing(language_model: Any, context: Any) -> None:
-    """The mask of every text is zero."""
+MASKED = View(tuple((key, key) for key in ("tokens", "prompt_length", "loss_mask")))
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0], [0, 0, 1], [0, 1, 1]])
+def test_a_second_loss_of_texts_under_a_mask(language_model: Any, context: Any, mask: list[int]) -> None:
+    """The mean over the texts' tokens in the loss is added to that over all of the rollouts; without a token in the
+    loss it adds nothing."""
     tokens = [torch.tensor([1, 2, 3])] * 4
-    masked = {"loss_mask": [torch.zeros(3, dtype=torch.int64)] * 4}
-    batch = rollouts(tokens=tokens, prompt_length=[torch.tensor([1])] * 4, **masked)
-    examples = View(tuple((key, key) for key in ("tokens", "prompt_length", "loss_mask")))
+    masked = {"loss_mask": [torch.tensor(mask)] * 4, "prompt_length": [torch.tensor([1])] * 4}
+    model, steps = language_model(), []
+    of_text = logprobs_of(model, tokens[:1], [tokens[0][:1]])[0] * torch.tensor(mask[1:])
+    (mean_over(model, ONES, 10) - 0.5 * of_text.sum() / max(1, sum(mask))).backward()
+    right = clipped(gradient(model))
+    model.after_step = lambda: steps.append(1)
+    config = Update(model="actor", view=ROLLOUT, terms=(term(), term(view=MASKED, rows="examples", coef=0.5)))
+    stats = UpdateInterface(config).train_step(model, [rollouts(tokens=tokens, **masked)], context()).stats
+    assert (len(steps), stats["actor_loss"][1]) == (1, 10)
+    assert_same(gradient(model), right)
+
+
+def test_each_loss_has_the_columns_of_its_own_rows(language_model: Any, context: Any) -> None:
+    """Weights of the rollouts alone, a mask of the texts alone, a column that both have under one name."""
+    seen: dict[str, Any] = {}
+
+    def of_rollouts(logprob: Tensor, batch: Batch) -> Tensor:
+        seen["rollouts"] = (set(batch.data), batch.ids, [x.item() for x in batch.data["mark"]])
+        return -logprob
+
+    def of_texts(logprob: Tensor, batch: Batch) -> Tensor:
+        seen["texts"] = (set(batch.data), batch.ids, [x.item() for x in batch.data["mark"]])
+        return -logprob
+
+    tokens, weight = [torch.tensor([1, 2, 3])] * 4, [[1.0, 0.0, 2.0], [0.5], [1.0, 1.0], [0.0] * 4]
+    batch = rollouts(
+        tokens=tokens,
+        prompt_length=[torch.tensor([1])] * 4,
+        loss_mask=[torch.tensor([0, 0, 1])] * 4,
+        weight=[torch.tensor(w).double() for w in weight],
+        first=[torch.tensor([i]) for i in range(4)],
+        second=[torch.tensor([-i]) for i in range(4)],
+    )
+    view = View((*ROLLOUT.columns, ("weight", "weight"), ("mark", "first")))
     model = language_model()
-    mean_over(model, ONES, 10).backward()
-    right = gradient(model)
-    terms = (term(), term(view=examples, rows="examples", coef=0.5))
-    UpdateInterface(Update(model="actor", view=ROLLOUT, terms=terms)).train_step(model, [batch], context())
-    assert torch.allclose(gradient(model), right * min(1.0, 1.0 / (float(right.norm()) + 1e-6)), atol=1e-12)
+    (mean_over(model, weight, 10) - logprobs_of(model, tokens[:1], [tokens[0][:1]])[0][1]).backward()
+    right = clipped(gradient(model))
+    terms = (
+        term(loss_function(of_rollouts)(), view),
+        term(loss_function(of_texts)(), View((*MASKED.columns, ("mark", "second"))), rows="examples"),
+    )
+    UpdateInterface(Update(model="actor", view=view, terms=terms)).train_step(model, [batch], context())
+    assert seen == {
+        "rollouts": ({"prompt", "seq", "weight", "mark"}, (4, 5, 6, 7), [0, 1, 2, 3]),
+        "texts": (
+            {"prompt", "seq", "tokens", "prompt_length", "loss_mask", "in_loss", "mark"},
+            (4, 5, 6, 7),
+            [0, -1, -2, -3],
+        ),
+    }
+    assert_same(gradient(model), right)
 
 
 def test_examples_with_a_mask(language_model: Any, context: Any) -> None:
