@@ -58,7 +58,7 @@ class TextReward(InterfaceConfig):
             RewardSource.parse(reward)
         check_range("processes (0: by the cores)", self.processes, 0, 1024)
         check_range("seconds_per_sample", self.seconds_per_sample, 0, 1e6, "s")
-        self.pool_options(1)
+        self.pool_options(self.processes_per_worker)
 
     @property
     def processes_per_worker(self) -> int:

@@ -46,7 +46,7 @@ class BroadcastChains:
                 self._received_across_nodes[receiver] += size_bytes
             sender = min(candidates or others, key=load.__getitem__)
             # Forwarding takes one round more. It pays only where the holders send more than the receivers receive.
-            if others and sent[sender] > self._received[receiver]:
+            if sent[sender] > self._received[receiver]:
                 sender = min((*candidates, *others), key=load.__getitem__)
             sent[sender] += size_bytes
             load[sender] += size_bytes

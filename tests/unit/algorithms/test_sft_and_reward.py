@@ -185,7 +185,8 @@ def tokenizer(tmp_path):
     vocabulary = {"a": 0, "b": 1, "<eos>": EOS, "c": 3, "ab": 4, "abc": 5}
     made = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "c")]))
     made.decoder = decoders.Fuse()
-    made.add_special_tokens([AddedToken("<eos>", special=True)])
+    made.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<pad>", special=True)])
+    assert made.token_to_id("<pad>") == 6
     assert made.encode("abc").ids == [5]
     made.save(path := str(tmp_path / "tokenizer.json"))
     return path
@@ -202,8 +203,10 @@ def tokenizer(tmp_path):
         (([4, 3], [5], [5, 2], [2]), ([5], [5, 2], [5], [2]), 1),
         # No token at all, in response and answer, and in one of them; an empty text is the end token alone.
         (([], [], [2], [2]), ([], [2], [], [2]), 1),
+        # Special tokens are a part of the text: in the response, in the answer, in both.
+        (([5, 6, 2], [5, 2], [5, 6, 2], [5, 2]), ([5, 2], [5, 6, 2], [5, 6, 2], [3, 2]), 1),
     ],
-    ids=["same tokens", "same text", "unfinished", "empty"],
+    ids=["same tokens", "same text", "unfinished", "empty", "special"],
 )
 def test_accuracy_counts_texts_with_their_end_token(
     language_model, context, prompts, tokenizer, forced, answers, right

@@ -12,6 +12,7 @@ import torch
 from tokenizers.decoders import Fuse
 
 from realhf.algorithms.script.texts import ScoreTextsInterface
+from realhf.algorithms.text_reward import config as text_reward_config
 from realhf.algorithms.text_reward import interface
 from realhf.algorithms.text_reward.config import TextReward
 from realhf.algorithms.text_reward.interface import TextRewardInterface
@@ -21,6 +22,7 @@ from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError, check_result
+from realhf.rewards.pool import Score
 from tests.unit.algorithms.conftest import SingleContext
 
 FUNCTIONS = """
@@ -173,13 +175,111 @@ def test_chats_reach_trl_s_functions_as_messages(make: Any) -> None:
         ("zaz", {"eos_token": sort_task.VOCABULARY.index("z")}, "za"),
         ("abxy", {"stop_strings": ("xy",)}, "ab"),
         ("xyab", {"stop_strings": ("xy",)}, "xyab"),
+        ("xya", {"stop_strings": ("xy",)}, "xya"),
+        ("xyaxy", {"stop_strings": ("xy",)}, "xya"),
+        ("abxy", {"stop_strings": ("ab", "xy")}, "ab"),
+        ("xyz", {"stop_strings": ("xy",), "eos_token": sort_task.VOCABULARY.index("z")}, "xy"),
         ("", {"stop_strings": ("xy",)}, ""),
     ],
 )
-def test_what_ends_a_response_is_no_part_of_its_text(make: Any, tokens: str, options: Any, text: str) -> None:
+def test_what_ends_a_response_is_no_part_of_its_text(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tokens: str, options: Any, text: str
+) -> None:
+    monkeypatch.setattr(interface, "_pool", lambda config: None)
     [seq], [prompt] = (rollouts(tokens).data[key] for key in ("seq", "prompt"))
-    interface = TextRewardInterface(make("seen", **options))
-    assert interface.response_text(seq[len(prompt) :].tolist()) == text
+    made = TextRewardInterface(make("seen", **options))
+    assert made.response_text(seq[len(prompt) :].tolist()) == text
+
+
+USER, ANSWER = {"role": "user", "content": "sort cab"}, {"role": "assistant", "content": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({}, None),
+        ({"prompt": [USER]}, [USER]),
+        ({"prompt": [USER, ANSWER, USER, ANSWER]}, [USER, ANSWER, USER]),
+        ({"prompt": "a text", "messages": [USER]}, None),
+        ({"conversation": [ANSWER, USER], "messages": [USER, ANSWER]}, [USER]),
+        ({"other": [USER, ANSWER]}, [USER]),
+        ({"other": [USER, USER], "conversations": [USER]}, [USER]),
+        ({"prompt": [], "messages": [USER]}, [USER]),
+        ({"prompt": [{"content": "no role"}], "messages": [USER]}, [USER]),
+        ({"messages": [USER, "no message"]}, None),
+        ({"messages": (USER,)}, None),
+        ({"messages": "role"}, None),
+    ],
+)
+def test_the_chat_of_a_row_is_all_before_the_answer(row: dict[str, Any], messages: Any) -> None:
+    assert interface._messages(row) == messages
+
+
+def test_statistics_of_scores() -> None:
+    """A value of 0 is one, none is none; samples that do not count have values and take time."""
+    failed: Any = {"one": SimpleNamespace()}
+    scores = [
+        Score(reward=2.0, is_valid=True, values={"one": 2.0, "two": 0.0}, failures={}, seconds=0.5),
+        Score(reward=0.0, is_valid=False, values={"one": None, "two": 4.0}, failures=failed, seconds=1.0),
+        Score(reward=1.0, is_valid=True, values={"one": 1.0, "two": None}, failures={}, seconds=0.25),
+    ]
+    assert interface.statistics(("one", "two", "three"), scores) == {
+        "reward_total": (3.0, 2),
+        "reward_failures": (1.0, 3),
+        "reward_seconds": (1.75, 3),
+        "reward_one": (3.0, 2),
+        "reward_two": (4.0, 2),
+        "reward_three": (0, 0),
+    }
+
+
+def test_functions_get_rows_steps_and_tokens(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens where a function asks for them, their number always."""
+    seen: list[Any] = []
+
+    class Pool(SimpleNamespace):
+        def score(self, samples: list[Any]) -> list[Score]:
+            seen.extend(samples)
+            return [Score(reward=0.5, is_valid=True, values={}, failures={}, seconds=0.0) for _ in samples]
+
+    batch, context = rollouts("abc.", "b"), RowContext(row={"messages": [USER, ANSWER]})
+    for wants_tokens in (True, False):
+        pool = Pool(wants_tokens=wants_tokens, names=())
+        monkeypatch.setattr(interface, "_pool", lambda config, pool=pool: pool)
+        result = TextRewardInterface(make("seen")).inference(None, batch, context)  # type: ignore[arg-type]
+        assert [reward.tolist() for reward in result.outputs["reward"]] == [[0.5], [0.5]]
+    answers = [seq[len(prompt) :].tolist() for prompt, seq in zip(batch.data["prompt"], batch.data["seq"], strict=True)]
+    assert [sample.tokens for sample in seen] == [tuple(answers[0]), tuple(answers[1]), (), ()]
+    assert [(sample.id, sample.step, sample.num_tokens) for sample in seen] == [(3, 4, 4), (4, 4, 1)] * 2
+    assert [(sample.prompt, sample.response) for sample in seen] == [("cab>", "abc"), ("cab>", "b")] * 2
+    assert [(sample.row["number"], sample.messages) for sample in seen] == [(3, [USER]), (4, [USER])] * 2
+
+
+def test_the_pool_gets_the_options(make: Any) -> None:
+    config = make("seen", on_error="zero", timeout_s=7.0, concurrency=3, batch_samples=5)
+    of_config, by_cores = config.pool_options(9), dataclasses.replace(config, processes=0).pool_options(9)
+    assert (of_config.processes, by_cores.processes) == (1, 9)
+    assert (by_cores.on_error, by_cores.timeout_s, by_cores.concurrency, by_cores.batch_samples) == ("zero", 7.0, 3, 5)
+    for name, value in (("concurrency", 0), ("batch_samples", 0)):
+        with pytest.raises(UserError, match=name):
+            make("seen", **{name: value})
+
+
+def test_defaults_of_rewards_on_texts() -> None:
+    config = TextReward(rewards=("r.py:f",), tokenizer="t")
+    assert (config.eos_token, config.stop_strings, config.on_error) == (-1, (), "fail")
+    assert (config.timeout_s, config.processes, config.seconds_per_sample) == (60.0, 0, 0.001)
+    assert (config.uses_model, config.runs_beside, config.output_data) == (False, True, ("reward",))
+
+
+def test_notes_of_functions_are_printed_once(
+    make: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(text_reward_config, "notes_of", lambda rewards: [f"{len(rewards)} functions", "more"])
+    config = make("seen")
+    for _ in range(2):
+        config.check_columns(["prompt", "number"])
+    assert capsys.readouterr().err == "note: 1 functions\nnote: more\n"
 
 
 def test_columns_are_checked_before_a_process_starts(make: Any) -> None:

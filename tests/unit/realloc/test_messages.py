@@ -3,6 +3,7 @@
 import pytest
 
 from realhf.geometry.boxes import Box
+from realhf.realloc.plan import cells
 from realhf.realloc.plan.broadcast_chain import BroadcastChains, node_of
 from realhf.realloc.plan.cells import Cell, cells_of
 from realhf.realloc.plan.parcels import Load, Parcel, parcels_of
@@ -57,9 +58,21 @@ def test_parameters_that_are_divided_alike_keep_their_names_and_others_their_cel
     ]
 
 
+def test_what_is_divided_alike_is_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a model are many, and their cells differ in the name alone."""
+    cut: list[str] = []
+    cells_of_box = cells._cells
+    monkeypatch.setattr(cells, "_cells", lambda box, *others: cut.append(box.name) or cells_of_box(box, *others))
+    names = ("a", "b", "c", "d")
+    source = {0: [rows(0, 2, name) for name in names], 1: [rows(2, 4, name) for name in names]}
+    target = {2: [rows(0, 4, name) for name in names[:3]] + [rows(0, 3, "d")]}
+    assert len(list(cells_of(source, target))) == 8
+    assert cut == ["a", "d"]
+
+
 def test_cells_of_a_table_are_in_the_order_of_their_places() -> None:
-    cells = list(cells_of({0: [table(0, 4, 0, 4)], 1: [table(1, 3, 1, 3)]}, {2: [table(0, 4, 0, 4)]}))
-    assert [(cell.box, cell.holders) for cell in cells] == [
+    found = cells_of({0: [table(0, 4, 0, 4)], 1: [table(1, 3, 1, 3)]}, {2: [table(0, 4, 0, 4)]})
+    assert [(cell.box, cell.holders) for cell in found] == [
         (table(0, 1, 0, 4), (0,)),
         (table(1, 3, 0, 1), (0,)),
         (table(1, 3, 1, 3), (0, 1)),
