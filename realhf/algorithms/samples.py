@@ -81,7 +81,7 @@ def in_groups(context: Context, ids: Sequence[int], values: Tensor, is_valid: Te
 
 def of_ids(grouped: Tensor, ids: Sequence[int]) -> Tensor:
     """[len(ids)]: this rank's numbers out of those of all groups, [groups, G]."""
-    return grouped.flatten()[torch.tensor(ids, device=grouped.device)]
+    return grouped.flatten()[list(ids)]
 
 
 def at_tokens(of_samples: Tensor, lengths: Tensor) -> list[Tensor]:

@@ -64,8 +64,10 @@ def gae(
     v_next = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], 1)
     delta = r + gamma * v_next - v
     advantage = discounted_sums(delta, gamma * lam)
-    advantages = [row[:n] for row, n in zip(advantage, lengths, strict=True)]
-    return advantages, [a + value for a, value in zip(advantages, values, strict=True)]
+    advantages, returns = (
+        [row[:n] for row, n in zip(padded, lengths, strict=True)] for padded in (advantage, advantage + v)
+    )
+    return advantages, returns
 
 
 def discounted_sums(x: Tensor, discount: float) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import at_least_fp32, kl_k3, predicting_positions, token_statistics
+from realhf.algorithms.functional import at_least_fp32, kl_k3, last_positions, predicting_positions, token_statistics
 from realhf.algorithms.samples import of_responses, rollout_stats
 from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
@@ -176,8 +176,7 @@ class _Loss:
         lengths = [len(sequence) for sequence in sequences]
         is_scalar = isinstance(head, Tensor) and head.dim() == 1
         if is_scalar and self.term.rows == "pairs":
-            ends = (torch.tensor(lengths, device=head.device).cumsum(0) - 1)[torch.tensor(rows, device=head.device)]
-            return at_least_fp32(head)[ends], None
+            return at_least_fp32(head)[last_positions(lengths, head.device)[rows]], None
         positions = predicting_positions(lengths, [len(prompt) for prompt in prompts], head.device)
         if len(rows) < len(lengths):
             each = positions.split([n - len(prompt) for n, prompt in zip(lengths, prompts, strict=True)])

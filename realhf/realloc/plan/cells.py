@@ -64,8 +64,6 @@ def _cells(box: Box, wanting: Devices, held: Mapping[Box, Devices]) -> list[Cell
     """`box` cut so that each cell lies wholly inside or outside of every held box."""
     cells: list[tuple[Box, Devices]] = [(box, ())]
     for holder, devices in held.items():
-        if box.intersect(holder) is None:
-            continue
         cut: list[tuple[Box, Devices]] = []
         for cell, holders in cells:
             common = cell.intersect(holder)

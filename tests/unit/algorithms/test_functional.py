@@ -165,3 +165,29 @@ def test_pairwise_loss():
     # Regulariser 0.01: 0.01 * (4 + 4) = 0.08 and 0.01 * ln(3)^2.
     expected = [math.log(2) + 0.08, math.log(4 / 3) + 0.01 * math.log(3) ** 2]
     assert_close(F.pairwise_loss(chosen, rejected, 0.01), expected)
+
+
+def test_what_is_not_given_changes_nothing():
+    chosen, rejected = f64(1), f64(-2)
+    assert_close(F.pairwise_loss(chosen, rejected), [math.log1p(math.exp(-3))])
+    assert_close(F.margin_loss(chosen, rejected), [math.log1p(math.exp(-3))])
+    for kind in ("sigmoid", "robust"):
+        assert_close(F.dpo_loss(kind, f64(0.5), 2.0), [math.log1p(math.exp(-1))])
+    assert_close(F.rewards_to_go([f64(1, 2)])[0], [3, 2])
+    loss, is_clipped = F.clipped_surrogate(f64(math.log(100)), f64(-1), 0.2, 0.2)
+    assert_close(loss, [100])
+    assert not is_clipped.any()
+    found = F.token_statistics(f64(0, math.log(3))[None], tensor([1]))
+    assert_close(found.logprob, [math.log(3 / 4)])
+    assert found.entropy is None
+    found = F.token_statistics(f64(0, math.log(3))[None], tensor([1]), 0.5, with_entropy=True)
+    assert_close(found.entropy, [0.9 * math.log(10 / 9) + 0.1 * math.log(10)])
+    assert found.is_top.tolist() == [True]
+
+
+def test_a_variance_of_zero_counts_as_one_of_a_hundred_millionth():
+    assert_close(F.standardised(f64(3), 1.0, 0.0), [2e4], tolerance=1e-6)
+    assert_close(F.standardised(f64(3), 1.0, 0.0, 0.25), [4])
+    assert_close(F.whiten(f64(3), F.moments(f64(1, 1))), [2e4], tolerance=1e-6)
+    assert_close(F.whiten(f64(3), F.moments(f64(1, 1)), 0.25), [4])
+    assert F.mean_and_variance(f64(2, 1.9, 2)) == (1.0, 0.0)  # by rounding alone below 0

@@ -316,7 +316,8 @@ def test_a_second_loss_of_texts_under_a_mask(language_model: Any, context: Any, 
 
 
 def test_each_loss_has_the_columns_of_its_own_rows(language_model: Any, context: Any) -> None:
-    """Weights of the rollouts alone, a mask of the texts alone, a column that both have under one name."""
+    """Weights of the rollouts alone, a mask of the texts alone, a column that both have under one name. A rollout that
+    is not valid is in neither loss."""
     seen: dict[str, Any] = {}
 
     def of_rollouts(logprob: Tensor, batch: Batch) -> Tensor:
@@ -328,17 +329,22 @@ def test_each_loss_has_the_columns_of_its_own_rows(language_model: Any, context:
         return -logprob
 
     tokens, weight = [torch.tensor([1, 2, 3])] * 4, [[1.0, 0.0, 2.0], [0.5], [1.0, 1.0], [0.0] * 4]
+    valid = [torch.tensor([v]) for v in (1.0, 1.0, 0.0, 1.0)]
     batch = rollouts(
         tokens=tokens,
         prompt_length=[torch.tensor([1])] * 4,
         loss_mask=[torch.tensor([0, 0, 1])] * 4,
         weight=[torch.tensor(w).double() for w in weight],
+        valid=valid,
         first=[torch.tensor([i]) for i in range(4)],
         second=[torch.tensor([-i]) for i in range(4)],
     )
-    view = View((*ROLLOUT.columns, ("weight", "weight"), ("mark", "first")))
+    view = View((*ROLLOUT.columns, ("weight", "weight"), ("valid", "valid"), ("mark", "first")))
     model = language_model()
-    (mean_over(model, weight, 10) - logprobs_of(model, tokens[:1], [tokens[0][:1]])[0][1]).backward()
+    (
+        mean_over(model, [*weight[:2], [0.0, 0.0], weight[3]], 8)
+        - logprobs_of(model, tokens[:1], [tokens[0][:1]])[0][1]
+    ).backward()
     right = clipped(gradient(model))
     terms = (
         term(loss_function(of_rollouts)(), view),
@@ -346,7 +352,7 @@ def test_each_loss_has_the_columns_of_its_own_rows(language_model: Any, context:
     )
     UpdateInterface(Update(model="actor", view=view, terms=terms)).train_step(model, [batch], context())
     assert seen == {
-        "rollouts": ({"prompt", "seq", "weight", "mark"}, (4, 5, 6, 7), [0, 1, 2, 3]),
+        "rollouts": ({"prompt", "seq", "weight", "valid", "mark"}, (4, 5, 7), [0, 1, 3]),
         "texts": (
             {"prompt", "seq", "tokens", "prompt_length", "loss_mask", "in_loss", "mark"},
             (4, 5, 6, 7),

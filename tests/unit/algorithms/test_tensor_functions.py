@@ -314,6 +314,15 @@ def test_safe_rlhf() -> None:
     assert stats["cost_return_mean"] == pytest.approx((1.1, 2.0))
 
 
+def test_a_judge_has_a_column_of_validity_only_if_its_scores_have() -> None:
+    values = Columns((0, 1), {"value": [f64(0.5, 1.0), f64(2.0)]})
+    made = judged(rewards(3, 4), values)
+    assert set(made) == {"reward", "value"}
+    assert_columns(made["value"], [[0.5, 1.0], [2.0]])
+    assert_columns(made["reward"], [[3.0], [4.0]])
+    assert_columns(judged(rewards(3, 4, valid=[1, 0]), values)["valid"], [[1.0], [0.0]])
+
+
 def test_safe_rlhf_s_multiplier_follows_the_costs_that_count() -> None:
     """In the cost model's own units, neither standardised nor clipped; at most the largest multiplier."""
     samples = rollout([5], [5], [5], logprob=[[0.0]] * 3)

@@ -176,6 +176,8 @@ def test_chats_reach_trl_s_functions_as_messages(make: Any) -> None:
         ("abxy", {"stop_strings": ("xy",)}, "ab"),
         ("xyab", {"stop_strings": ("xy",)}, "xyab"),
         ("xya", {"stop_strings": ("xy",)}, "xya"),
+        ("a", {"stop_strings": ("xy",)}, "a"),
+        ("xy", {"stop_strings": ("xy",)}, ""),
         ("xyaxy", {"stop_strings": ("xy",)}, "xya"),
         ("abxy", {"stop_strings": ("ab", "xy")}, "ab"),
         ("xyz", {"stop_strings": ("xy",), "eos_token": sort_task.VOCABULARY.index("z")}, "xy"),

@@ -27,22 +27,22 @@ def load(elements: int) -> Load:
 
 
 def test_cells_are_cut_where_the_holders_change() -> None:
-    source = {3: [rows(0, 4)], 1: [rows(2, 6)], 2: [rows(2, 6)]}
+    source = {8: [rows(0, 4)], 1: [rows(2, 6)], 2: [rows(2, 6)]}
     target = {5: [rows(1, 6)], 2: [rows(1, 6)], 0: [rows(4, 5)]}
     assert list(cells_of(source, target)) == [
         Cell(rows(4, 5), holders=(1, 2), lacking=(0,), keeping=()),
-        Cell(rows(1, 2), holders=(3,), lacking=(2, 5), keeping=()),
-        Cell(rows(2, 4), holders=(1, 2, 3), lacking=(5,), keeping=(2,)),
+        Cell(rows(1, 2), holders=(8,), lacking=(2, 5), keeping=()),
+        Cell(rows(2, 4), holders=(1, 2, 8), lacking=(5,), keeping=(2,)),
         Cell(rows(4, 6), holders=(1, 2), lacking=(5,), keeping=(2,)),
     ]
 
 
 def test_devices_with_a_box_among_others_are_in_ascending_order() -> None:
-    source = {4: [rows(0, 2), rows(2, 3)], 9: [rows(0, 2)], 1: [rows(0, 2), rows(0, 1, "q")], 6: [rows(0, 2)]}
-    target = {8: [rows(0, 2), rows(0, 1, "q")], 6: [rows(0, 2)], 7: [rows(0, 2)]}
+    source = {4: [rows(0, 2), rows(2, 3)], 8: [rows(0, 2)], 1: [rows(0, 2), rows(0, 1, "q")], 6: [rows(0, 2)]}
+    target = {9: [rows(0, 2), rows(0, 1, "q")], 6: [rows(0, 2)], 7: [rows(0, 2)]}
     assert list(cells_of(source, target)) == [
-        Cell(rows(0, 2), holders=(1, 4, 6, 9), lacking=(7, 8), keeping=(6,)),
-        Cell(rows(0, 1, "q"), holders=(1,), lacking=(8,), keeping=()),
+        Cell(rows(0, 2), holders=(1, 4, 6, 8), lacking=(7, 9), keeping=(6,)),
+        Cell(rows(0, 1, "q"), holders=(1,), lacking=(9,), keeping=()),
     ]
 
 
