@@ -25,6 +25,7 @@ from realhf.algorithms.reward.functions import pairwise, safe_pairwise
 from realhf.algorithms.rloo.config import RLOO, rloo_loss
 from realhf.algorithms.rloo.functions import rloo_policy, rloo_policy_with_entropy
 from realhf.algorithms.safe_rlhf.config import SafeRLHF, safe_cost_value, safe_policy, safe_value
+from realhf.algorithms.sft.functions import sft
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, sequence_sum_over
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError
@@ -464,3 +465,7 @@ def test_good_responses_become_likelier_and_bad_ones_less(loss_type: str, ratio:
         assert (of_response * (1 if i % 2 else -1) < 0).all()
     for i, alone in zip((3, 1), gradient([3, 1]), strict=True):
         torch.testing.assert_close(alone, everything[i], rtol=1e-12, atol=1e-12)
+
+
+def test_fine_tuning_is_cross_entropy() -> None:
+    assert sft(f64(-1.0, 0.0, -2.5), Batch((), {})).tolist() == [1.0, 0.0, 2.5]

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from realhf.algorithms.rollout.config import Rollout
 from realhf.algorithms.rollout.interface import RolloutInterface
-from realhf.algorithms.script.evaluate import Evaluation
+from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.own_method import OwnMethodInterface
 from realhf.algorithms.script.rollouts import GenerateInterface, LogprobsInterface, ScoreInterface, ValuesInterface
 from realhf.algorithms.script.rows import divided
-from realhf.algorithms.script.update import UpdateInterface
-from realhf.api import Columns
-from realhf.api.script.config import Generate, Logprobs, OwnMethod, Score, Update, Values
+from realhf.algorithms.script.update import MeasureInterface, UpdateInterface
+from realhf.api import Columns, loss_function
+from realhf.api.script.config import Generate, Logprobs, Measure, OwnMethod, Score, Update, Values
 from realhf.api.script.views import Application, ColumnOf, View
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult
@@ -181,3 +181,113 @@ def test_a_method_of_ones_own_that_trains_gets_mini_batches(language_model: Any,
     assert OwnMethodInterface(config).train_step(language_model(), mini_batches, context()).stats["factor"] == (3.0, 1)
     with pytest.raises(InterfaceError, match="nothing returned a NoneType, must be a CallResult"):
         OwnMethodInterface(OwnMethod(view=ROLLOUT, function=nothing)).inference(None, rollouts(), context())
+
+
+def marked(rollout: Columns, context: Any) -> Any:
+    """A tensor function that needs the context, and whose statistics are the context's step."""
+    return {"mark": [torch.full((1,), float(context.step))] * len(rollout)}, {"marks": (float(context.step), 1.0)}
+
+
+def takes_marks(model: Any, batch: Any, context: Any) -> CallResult:
+    batches = [batch] if isinstance(batch, Batch) else batch
+    return CallResult(stats={"own": (sum(x.item() for part in batches for x in part.data["mark"]), 1.0)})
+
+
+@pytest.mark.parametrize("name", ["logprobs", "values", "score", "generate", "infer", "train", "update", "measure"])
+def test_calls_evaluate_their_functions_and_give_the_statistics_of_those_they_report(
+    language_model: Any, scalar_model: Any, context: Any, name: str
+) -> None:
+    view = View(ROLLOUT.columns, Application(7, marked, (ROLLOUT,), ()))
+
+    def loss(logprob: Tensor, batch: Batch) -> Any:
+        return -logprob, {"own": (sum(x.item() for x in batch.data["mark"]), 1.0)}
+
+    def stats(reports: tuple[int, ...]) -> Any:
+        given: dict[str, Any] = {"view": view, "reports": reports}
+        model, batch, now = language_model(), rollouts(), context(step=3)
+        one = term(loss_function(loss)(), view)
+        match name:
+            case "logprobs":
+                return LogprobsInterface(Logprobs(**given, outputs=(("x", "x"),))).inference(model, batch, now)
+            case "values":
+                return ValuesInterface(Values(**given, outputs=(("x", "x"),))).inference(scalar_model(), batch, now)
+            case "score":
+                return ScoreInterface(Score(**given, outputs=(("x", "x"),))).inference(scalar_model(), batch, now)
+            case "generate":
+                return OwnMethodInterface(OwnMethod(**given, function=takes_marks)).generate(model, batch, now)
+            case "infer":
+                return OwnMethodInterface(OwnMethod(**given, function=takes_marks)).inference(model, batch, now)
+            case "train":
+                method = OwnMethodInterface(OwnMethod(**given, function=takes_marks)).train_step
+                return method(model, divided(batch, [1, 3]), now)
+            case "update":
+                config = Update(**given, model="actor", terms=(one,))
+                return UpdateInterface(config).train_step(model, [batch], now)
+        return MeasureInterface(Measure(**given, model="actor", term=one)).inference(model, batch, now)
+
+    found = stats((7,)).stats
+    assert found["marks"] == (3.0, 1.0)
+    assert found.get("own", (12.0, 1.0)) == (12.0, 1.0)
+    assert "marks" not in stats((6,)).stats
+
+
+def test_pairs_give_the_statistics_that_they_report(language_model: Any, context: Any) -> None:
+    batch, view = pairs()
+    view = View(view.columns, Application(7, marked, (view,), ()))
+    outputs = (("chosen_ref_logprob", "a"), ("rejected_ref_logprob", "b"))
+    made = LogprobsInterface(Logprobs(view=view, reports=(7,), outputs=outputs, rows="pairs")).inference(
+        language_model(), batch, context(step=2, micro_batches=2)
+    )
+    assert made.stats == {"marks": (2.0, 1.0)}
+    assert set(made.outputs) == {"a", "b"}
+
+
+def test_what_a_function_gives_beside_its_columns(context: Any) -> None:
+    """Two columns without statistics are no pair; three things are not columns and statistics."""
+
+    def two(rollout: Columns) -> Any:
+        return {"one": [torch.ones(1)] * 4, "two": [torch.zeros(1)] * 4}
+
+    def three(rollout: Columns) -> Any:
+        return two(rollout), {}, {}
+
+    def data(function: Any) -> Any:
+        return Evaluation(rollouts(), context(), (0,)).data(View((), Application(0, function, (ROLLOUT,), ())))
+
+    assert set(data(two)) == {"prompt", "seq", "one", "two"}
+    with pytest.raises(InterfaceError, match="the tensor function three returned a tuple, must be a dict of columns"):
+        data(three)
+    assert split_stats(({"a": 1}, {"b": (1.0, 2.0)})) == ({"a": 1}, {"b": (1.0, 2.0)})
+    assert split_stats([1, 2]) == ([1, 2], {})
+
+
+def test_functions_get_keywords_and_the_columns_of_others(context: Any) -> None:
+    """A function's columns go into another's, which adds its own to those of its views."""
+
+    def first(rollout: Columns) -> Any:
+        return {"length": [torch.tensor([float(len(seq))]) for seq in rollout.seq]}, {"first": (1.0, 1.0)}
+
+    def second(other: Columns, *, scale: float, lengths: list[Tensor]) -> Any:
+        assert other.names == ("prompt", "seq", "length")
+        return {"scaled": [scale * x for x in lengths]}, {"second": (1.0, 2.0)}
+
+    inner = View(ROLLOUT.columns, Application(0, first, (ROLLOUT,), ()))
+    applied = Application(1, second, (inner,), (("scale", 2.0), ("lengths", ColumnOf(inner, "length"))))
+    evaluation = Evaluation(rollouts(), context(), (0, 1))
+    batch = evaluation.batch(View(inner.columns, applied))
+    assert (batch.ids, batch.together, list(batch.data)) == ((4, 5, 6, 7), 1, ["prompt", "seq", "length", "scaled"])
+    assert [x.item() for x in batch.data["scaled"]] == [10.0, 8.0, 8.0, 10.0]
+    assert evaluation.stats == {"first": (1.0, 1.0), "second": (1.0, 2.0)}
+    both = Evaluation(Batch((4, 5, 6, 7), rollouts().data, together=2), context(), ())
+    assert both.batch(ROLLOUT).together == 2
+    columns = both.columns(View((("answer", "seq"),)))
+    assert (columns.names, columns.ids) == (("answer",), (4, 5, 6, 7))
+
+
+def test_columns_of_own_methods_go_to_their_keys(language_model: Any, context: Any) -> None:
+    def two(model: Any, batch: Batch, context: Any) -> CallResult:
+        return CallResult(outputs={"a": [torch.ones(1)] * 4, "b": [torch.zeros(1)] * 4})
+
+    config = OwnMethod(view=ROLLOUT, outputs=(("a", "first_a"),), function=two)
+    found = OwnMethodInterface(config).inference(language_model(), rollouts(), context())
+    assert {key: value[0].item() for key, value in found.outputs.items()} == {"first_a": 1.0, "b": 0.0}

@@ -37,7 +37,13 @@ def test_sft_loss_is_the_mean_over_answer_tokens_only(language_model, context, a
         for tokens, prompt_length in zip(answers.data["tokens"], answers.data["prompt_length"], strict=True):
             logprobs = model.module(tokens[None])[0].log_softmax(-1)
             losses += [-logprobs[j - 1, tokens[j]].item() for j in range(int(prompt_length), len(tokens))]
+        top = [
+            int(model.module(tokens[None])[0, j - 1].argmax()) == int(tokens[j])
+            for tokens, prompt_length in zip(answers.data["tokens"], answers.data["prompt_length"], strict=True)
+            for j in range(int(prompt_length), len(tokens))
+        ]
     stats = SFTInterface(SFT()).train_step(model, [answers], context()).stats
+    assert stats["token_accuracy"] == (sum(top), 9)
     total, weight = stats["loss"]
     assert weight == len(losses) == 9
     assert total == pytest.approx(sum(losses), rel=1e-12)
@@ -87,6 +93,10 @@ def test_ranks_without_outputs_return_nothing(language_model, scalar_model, cont
     assert result.outputs == {}
     assert result.stats == {}
     scored = Batch((0,), {"seq": tensors([1, 4, 2])})
+    pair = Batch((0,), {"chosen": tensors([1, 4, 2]), "rejected": tensors([1, 5])})
+    pairwise = PairwiseRewardInterface(PairwiseReward())
+    assert pairwise.train_step(scalar_model(), [pair], silent).stats == {}
+    assert pairwise.inference(scalar_model(), pair, silent).stats == {}
     assert SequenceRewardInterface(SequenceReward()).inference(scalar_model(), scored, silent).outputs == {}
 
 
@@ -155,7 +165,12 @@ def test_pairwise_reward_measures_without_training(scalar_model, context, prefer
     assert torch.equal(model.module.head.weight, before)
     samples = [score(model, s) for s in preferences.data["sample"]]
     assert result.stats["sample_score"] == pytest.approx((sum(samples), 4), rel=1e-12)
-    assert result.stats["pair_accuracy"][1] == 4
+    assert result.stats["sample_score_square"] == pytest.approx((sum(x * x for x in samples), 4), rel=1e-12)
+    sides = [[score(model, s) for s in preferences.data[side]] for side in ("chosen", "rejected")]
+    assert result.stats["pair_accuracy"] == (sum(a > b for a, b in zip(*sides, strict=True)), 4)
+    assert set(result.stats) == {"pair_accuracy", "sample_score", "sample_score_square"}
+    pairs = Batch(preferences.ids, {side: preferences.data[side] for side in ("chosen", "rejected")})
+    assert set(PairwiseRewardInterface(PairwiseReward()).inference(model, pairs, context()).stats) == {"pair_accuracy"}
 
 
 def test_pairwise_reward_learns_the_order(scalar_model, context, preferences):
