@@ -164,7 +164,7 @@ def _pair_of_chats(prompt: object, field: str, sides: list[tuple[str, object]], 
         most = min(map(len, chats)) - 1
         equal = next((i for i in range(most) if chats[0][i] != chats[1][i]), most)
         chat, turns = chats[0][:equal], [side[equal:] for side in chats]
-        if not chat or any(side[0]["role"] != "assistant" for side in turns):
+        if any(side[0]["role"] != "assistant" for side in turns):
             raise ValueError(
                 f"the chats {sides[0][0]!r} and {sides[1][0]!r} differ before an answer of the assistant; make "
                 "them equal up to there, or delete the line"

@@ -130,7 +130,7 @@ class ChatWriter:
             )
         turn = behind[len(before) :].rstrip()
         ends = tuple(self._tokenizer.decode([token], skip_special=False) for token in self._tokenizer.end_tokens)
-        return len(before), len(before) + len(turn) if ends and turn.endswith(ends) else len(behind)
+        return len(before), len(before) + len(turn) if turn.endswith(ends) else len(behind)
 
     def _prompt_text(self, chat: Chat) -> str:
         self._check_user(chat)
@@ -181,7 +181,8 @@ def _turn(field: str, number: int, turn: Any) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
         raise ValueError(f'{where} is {_shown(turn)}, not an object {{"role": ..., "content": ...}}')
     if "from" in turn and "value" in turn and "role" not in turn:
-        turn = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+        speaker = turn["from"]
+        turn = {"role": _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker, "content": turn["value"]}
     role, content = turn.get("role"), turn.get("content")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where} has the role {_shown(role)}, not a text (user, assistant, system)")

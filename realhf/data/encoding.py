@@ -79,8 +79,7 @@ class DraftEncoder:
         def tokens_of(text: str, special: bool) -> Tokens:
             found = ids[text, special]
             if found is None:
-                self._tokenizer.encode(text, special=special)  # raises, naming the character
-                raise AssertionError("a text that is refused in a batch and not alone")
+                raise ValueError(self._tokenizer.unknown_character(text))
             return found
 
         if not draft.has_prompt:  # nothing predicts the first token, so it stands for the prompt

@@ -64,6 +64,6 @@ class Columns:
     def is_given(self, option: str) -> bool:
         return bool(self._given.get(option))
 
-    def is_absent(self, *roles: str) -> bool:
-        """Whether no column has a name of any of the roles."""
-        return not any(name in self.names for role in roles for name in NAMES[role])
+    def is_absent(self, role: str) -> bool:
+        """Whether no column has a name of the role."""
+        return not any(name in self.names for name in NAMES[role])

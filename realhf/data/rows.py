@@ -10,7 +10,7 @@ from realhf.data.text_dataset import TextDataset
 from realhf.data.tokenizer import Tokens
 
 # More steps than most runs have in flight; rows of other steps are tokenised again.
-KEPT_STEPS = 4
+_KEPT_STEPS = 4
 
 
 class DatasetRows:
@@ -93,7 +93,7 @@ class DatasetRows:
         if row not in self._rows:
             self._rows[row] = self._opened.row(self._place(row))
         self._rows.move_to_end(row)
-        while len(self._rows) > KEPT_STEPS * self.rows_per_step:
+        while len(self._rows) > _KEPT_STEPS * self.rows_per_step:
             self._rows.popitem(last=False)
         return self._rows[row]
 

@@ -130,7 +130,7 @@ class TextTokenizer:
         """
         tokens = self._try(text, special)
         if tokens is None:
-            raise ValueError(self._unknown_character(text))
+            raise ValueError(self.unknown_character(text))
         return tokens
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[Tokens | None]:
@@ -152,9 +152,9 @@ class TextTokenizer:
             with no_panic():
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception:
-            raise ValueError(self._unknown_character(text)) from None
+            raise ValueError(self.unknown_character(text)) from None
         if self._known(encoding.ids) is None:
-            raise ValueError(self._unknown_character(text))
+            raise ValueError(self.unknown_character(text))
         return encoding.ids, encoding.offsets
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
@@ -327,7 +327,8 @@ class TextTokenizer:
     def _known(self, tokens: Tokens) -> Tokens | None:
         return None if self._unknown is not None and self._unknown in tokens else tokens
 
-    def _unknown_character(self, text: str) -> str:
+    def unknown_character(self, text: str) -> str:
+        """Which character of a text that `encode` refuses the tokenizer cannot express, in words."""
         wrong = next((character for character in text if self._try(character, False) is None), text)
         return f"{wrong!r} in {_shortened(text)!r} has no token in the tokenizer"
 

@@ -91,7 +91,7 @@ def slice_modes(model: DecoderConfig, rules: ModeRules) -> Mapping[str, tuple[Mo
             )
         wanted = modes_in(text)
         for name in named:
-            if name == NORMS and "*" in pattern and pattern != NORMS:
+            if name == NORMS and "*" in pattern:
                 modes[name] = _DEFAULT if "sharded" in wanted or len(wanted) > 1 else wanted
                 continue
             _check_modes(name, wanted, model)
@@ -123,8 +123,8 @@ def names_operator(pattern: str, name: str) -> bool:
 
 
 def _matches(pattern: str, part: str) -> bool:
-    first, dash, last = pattern.partition("-")
-    if dash and first.isdecimal() and last.isdecimal() and part.isdecimal():
+    first, _, last = pattern.partition("-")
+    if first.isdecimal() and last.isdecimal() and part.isdecimal():
         return int(first) <= int(part) <= int(last)
     return fnmatchcase(part, pattern)
 

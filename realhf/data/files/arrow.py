@@ -20,7 +20,7 @@ from realhf.data.files.digest import content_digest
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
 # Parquet files whose columns take less than this are held in memory.
-IN_MEMORY_BYTES = 2**28
+_IN_MEMORY_BYTES = 2**28
 
 
 class ArrowFile(RowFile):
@@ -97,7 +97,7 @@ def open_parquet(path: Path) -> ArrowFile:
     try:
         file = parquet.ParquetFile(path)
         groups = (file.metadata.row_group(i) for i in range(file.num_row_groups))
-        if sum(group.total_byte_size for group in groups) < IN_MEMORY_BYTES:
+        if sum(group.total_byte_size for group in groups) < _IN_MEMORY_BYTES:
             return ArrowFile(path, list(file.iter_batches(BATCH_ROWS)), file.schema_arrow.names)
         cached = user_cache_path("realhf") / "data" / f"{content_digest([path])}.arrow"
         if not cached.is_file():

@@ -11,10 +11,10 @@ from realhf.base.reading import open_regular
 from realhf.models.checkpoint_digest import file_digest
 
 # Of a larger file of weights as many parts are read as fit, evenly spread: training changes nearly all numbers.
-SAMPLED_BYTES = 2**24
+_SAMPLED_BYTES = 2**24
 _PARTS = 64
 # A file that was written less long ago may change once more without another time of its last change.
-SETTLED_S = 2.0
+_SETTLED_S = 2.0
 
 
 def content_digest(paths: Sequence[Path]) -> str:
@@ -28,13 +28,13 @@ def known_digest(path: Path) -> str:
 
 
 def weights_digest(path: Path) -> str:
-    """As `known_digest`; of a file above SAMPLED_BYTES, its beginning, its end and parts between them are read."""
+    """As `known_digest`; of a file of more than 16 MiB, its beginning, its end and parts between them are read."""
     return _digest(path, sampled=True)
 
 
 def _digest(path: Path, *, sampled: bool) -> str:
     found = path.stat()
-    is_settled = time.time() - max(found.st_mtime, found.st_ctime) > SETTLED_S
+    is_settled = time.time() - max(found.st_mtime, found.st_ctime) > _SETTLED_S
     seen = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     return _known(path, sampled, seen) if is_settled else _read(path, sampled)
 
@@ -45,12 +45,12 @@ def _known(path: Path, sampled: bool, seen: tuple[int, ...]) -> str:
 
 
 def _read(path: Path, sampled: bool) -> str:
-    if not sampled or path.stat().st_size <= SAMPLED_BYTES:
+    if not sampled or path.stat().st_size <= _SAMPLED_BYTES:
         return file_digest(path)
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(size.to_bytes(8, "little"))
-        part_bytes = SAMPLED_BYTES // _PARTS
+        part_bytes = _SAMPLED_BYTES // _PARTS
         for part in range(_PARTS):
             file.seek((size - part_bytes) * part // (_PARTS - 1))
             digest.update(file.read(part_bytes))

@@ -12,9 +12,9 @@ from realhf.base.errors import UserError
 from realhf.base.reading import is_too_deep, open_regular
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
-CHUNK_BYTES = 2**24
+_CHUNK_BYTES = 2**24
 # A row is held as a whole, several times over; this is more than a sequence of any model's length.
-MAX_ROW_BYTES = 2**26
+_MAX_ROW_BYTES = 2**26
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -33,9 +33,9 @@ class JSONLFile(RowFile):
         if len(self):
             sizes = np.diff(self._borders)
             longest, size_bytes = int(sizes.argmax()), int(sizes.max())
-            if size_bytes > MAX_ROW_BYTES:
+            if size_bytes > _MAX_ROW_BYTES:
                 raise UserError(
-                    f"{self.place(longest)}: it has {size_bytes:,} bytes, and a row at most {MAX_ROW_BYTES:,}; put "
+                    f"{self.place(longest)}: it has {size_bytes:,} bytes, and a row at most {_MAX_ROW_BYTES:,}; put "
                     "each row on a line of its own"
                 )
 
@@ -55,7 +55,7 @@ class JSONLFile(RowFile):
         first = 0
         while first < len(self):
             # As many lines as fit a chunk, and one of any length.
-            fitting = int(np.searchsorted(self._borders, self._borders[first] + CHUNK_BYTES, "right")) - 1
+            fitting = int(np.searchsorted(self._borders, self._borders[first] + _CHUNK_BYTES, "right")) - 1
             end = max(first + 1, min(fitting, first + BATCH_ROWS, len(self)))
             content, start = self._read(first, end), self._borders[first]
             cuts = (self._borders[first : end + 1] - start).tolist()
@@ -101,7 +101,7 @@ def line_borders(descriptor: int) -> np.ndarray:
     A last line may lack its line break.
     """
     breaks, size = [], 0
-    while chunk := os.pread(descriptor, CHUNK_BYTES, size):
+    while chunk := os.pread(descriptor, _CHUNK_BYTES, size):
         breaks.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (size + 1))
         size += len(chunk)
     borders = np.concatenate([np.zeros(1, np.int64), *breaks])

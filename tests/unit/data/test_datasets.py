@@ -12,7 +12,7 @@ from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
 from realhf.data.loader import DatasetReader
-from realhf.data.rows import KEPT_STEPS, DatasetRows
+from realhf.data.rows import DatasetRows
 from realhf.data.text_dataset import OpenDataset
 
 GOOD = {"prompt": "ba>", "answer": "ab", "chosen": "ab", "rejected": "ba"}
@@ -173,7 +173,7 @@ def test_a_reader_keeps_the_rows_of_the_last_steps_only(folder, monkeypatch):
 
     first = [rows_of(step) for step in range(8)]
     assert tokenised == list(range(16))
-    assert [rows_of(step) for step in range(8 - KEPT_STEPS, 8)] == first[-KEPT_STEPS:]
+    assert [rows_of(step) for step in range(4, 8)] == first[4:]
     assert len(tokenised) == 16, "those are still there"
     assert [rows_of(step) for step in range(8)] == first
     assert len(tokenised) == 32

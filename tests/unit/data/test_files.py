@@ -58,14 +58,14 @@ def test_every_row_of_a_jsonl_file_is_found(tmp_path_factory, rows, chunk, ends_
     text = line_break.join(json.dumps(row, ensure_ascii=False) for row in rows) + line_break * ends_with_break
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jsonl, "CHUNK_BYTES", chunk)
+        patch.setattr(jsonl, "_CHUNK_BYTES", chunk)
         assert in_order(open_rows(str(path))) == rows
 
 
 def test_of_a_jsonl_file_only_the_borders_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come from the file when they are asked for, with no more than a chunk in memory."""
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "x" * 1000, "i": i} for i in range(2000)])
-    monkeypatch.setattr(jsonl, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(jsonl, "_CHUNK_BYTES", 10_000)
     rows = open_rows(str(path))
     assert isinstance(rows, jsonl.JSONLFile)
     held = [value for value in vars(rows).values() if isinstance(value, np.ndarray | bytes | list)]
@@ -107,7 +107,7 @@ def test_more_rows_than_a_batch(tmp_path: Path) -> None:
 
 
 def test_a_large_parquet_file_becomes_an_arrow_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(arrow, "_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(arrow, "user_cache_path", lambda name: tmp_path / "cache" / name)
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     file = open_rows(str(path))
@@ -274,7 +274,7 @@ def test_a_row_has_a_largest_size_and_depth(tmp_path: Path, monkeypatch: pytest.
     path.write_text(f'{{"prompt": "a"}}\n{deep}\n')
     with pytest.raises(UserError, match="line 2: it is nested too deeply"):
         open_rows(str(path)).row(1)
-    monkeypatch.setattr(jsonl, "MAX_ROW_BYTES", 20)
+    monkeypatch.setattr(jsonl, "_MAX_ROW_BYTES", 20)
     path.write_text('{"prompt": "12345"}\n')  # 20 bytes
     assert open_rows(str(path)).row(0) == {"prompt": "12345"}
     path.write_text('{"prompt": "1234"}\n{"prompt": "123456"}\n{}\n')

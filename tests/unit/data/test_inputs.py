@@ -248,7 +248,7 @@ def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytes
 def test_a_digest_of_weights_sees_both_ends_and_what_training_changes(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "SAMPLED_BYTES", 4096)
+    monkeypatch.setattr(digest, "_SAMPLED_BYTES", 4096)
     path, found = tmp_path / "weights", set()
     tensor = slice(size // 3, size // 3 + size // 20)  # of 5 % of the file
     for changed in (slice(0), slice(0, 1), slice(size - 1, size), tensor):
