@@ -196,6 +196,7 @@ def test_the_longest_response_counts_where_it_follows_the_prompt(tokenizer: Text
     assert one(tokenizer, draft, limits(None, 3, "drop"), joins=False) is not None
     assert one(tokenizer, draft, limits(None, 2, "drop"), joins=False) is None
     assert one(tokenizer, text(), limits(None, 3, "drop")) is not None
+    assert one(tokenizer, text(), limits(None, 2, "drop")) is None
 
 
 @pytest.mark.parametrize(

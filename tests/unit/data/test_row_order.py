@@ -31,3 +31,10 @@ def test_epochs_and_seeds_differ():
 def test_the_order_of_seed_0_stays_as_it_is():
     """A resumed run must see the rows that the interrupted one would have seen, also under another NumPy."""
     assert row_of(0, 8, 4, 0, range(4)) + row_of(0, 8, 4, 1, range(4)) == [0, 2, 1, 5, 4, 3, 6, 7]
+
+
+def test_the_order_of_other_seeds_and_epochs_stays_as_it_is():
+    assert row_of(0, 5, 5, 1, range(5)) == [3, 2, 4, 1, 0]
+    assert row_of(7, 5, 5, 0, range(5)) == [4, 1, 3, 2, 0]
+    assert row_of(2**63, 5, 5, 3, range(5)) == [4, 1, 0, 3, 2]
+    assert row_of(0, 5, 2, 2, range(2)) == [3, 3], "a step of two epochs"

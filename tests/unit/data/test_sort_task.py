@@ -1,16 +1,29 @@
 """The sorting task: its files, its rule and its determinism."""
 
+import hashlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
 from realhf.data.task_folder import MANIFEST, ensure_folder
+from realhf.geometry.parameters import parameter_count
+
+# Of the files of seed 0: the first 16 digits of their SHA-256.
+DIGESTS = {
+    "sft": "a39a8bde940a803e",
+    "preferences": "9939ef10d9a61521",
+    "preferences_held_out": "d6602960c8b8e4ac",
+    "prompts": "728f0deded7588b0",
+    "evaluation": "85e754e6634a0953",
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +115,62 @@ def test_the_same_seed_gives_the_same_bytes(data, tmp_path):
     assert contents(again) == contents(data)
     other = sort_task.ensure(tmp_path / "other", seed=1)
     assert contents(other)["sft.jsonl"] != contents(data)["sft.jsonl"]
+
+
+def test_what_seed_0_gives_stays_as_it_is(data):
+    """Other files have another FORMAT_VERSION, so that data of this one is not taken for them."""
+    assert sort_task.FORMAT_VERSION == 2
+    sizes = {"sft": 20_000, "preferences": 5_600, "preferences_held_out": 400, "prompts": 20_000, "evaluation": 512}
+    assert {f"{name}.jsonl": size for name, size in sizes.items()} == sort_task.SIZES
+    digests = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in data.glob("*.jsonl")}
+    assert digests == DIGESTS
+
+
+def test_wrong_answers_by_hand():
+    """Right would be `abcd`."""
+    wrong = sort_task
+    assert wrong._descending("dbca>", None) == "dcba"
+    assert wrong._copied("dbca>", None) == "dbca"
+    seen = {
+        make: {make("dbca>", random.Random(seed)) for seed in range(200)}
+        for make in (wrong._swapped, wrong._substituted, wrong._dropped, wrong._duplicated)
+    }
+    assert seen[wrong._swapped] == {"bacd", "cbad", "dbca", "acbd", "adcb", "abdc"}
+    assert seen[wrong._dropped] == {"bcd", "acd", "abd", "abc"}
+    assert seen[wrong._duplicated] == {"aabcd", "abbcd", "abccd", "abcdd"}
+    assert all(len(word) == 4 and sum(a != b for a, b in zip(word, "abcd", strict=True)) <= 1
+               for word in seen[wrong._substituted])  # fmt: skip
+    assert {i for word in seen[wrong._substituted] for i in range(4) if word[i] != "abcd"[i]} == {0, 1, 2, 3}
+
+
+def test_a_wrong_answer_is_never_the_right_one():
+    """Of a prompt that is sorted, a copy is right, so it is drawn again."""
+    kinds = (sort_task._copied, sort_task._descending)
+    assert {sort_task.corrupted("abc>", random.Random(seed), kinds) for seed in range(20)} == {"cba"}
+
+
+def test_the_model_and_the_lengths_of_the_task():
+    """1.8 million parameters, and heads for tensor parallelism over 8."""
+    layer = 4 * 192 * 192 + 3 * 192 * 512 + 2 * 192
+    assert parameter_count(sort_task.SORT_MODEL) == 4 * layer + 192 + 2 * 32 * 192 == 1_783_488
+    assert (sort_task.SORT_MODEL.num_heads, sort_task.SORT_MODEL.num_kv_heads) == (8, 8)
+    assert (sort_task.MAX_PROMPT_TOKENS, sort_task.MAX_NEW_TOKENS) == (1 + 7 + 1, 8 + 1)
+    assert "".join(sort_task.VOCABULARY) == "<pad><bos><eos>>abcdefghijklmnopqrstuvwxyz* "
+    assert sort_task.EOS_TOKEN == 2
+
+
+def test_the_tokenizer_and_what_is_said_of_the_files(data):
+    tokenizer = sort_task.make_tokenizer()
+    assert tokenizer.decode([1, 4, 5, 2], skip_special_tokens=True) == "ab"
+    assert tokenizer.decode([1, 4, 5, 2], skip_special_tokens=False) == "<bos>ab<eos>"
+    assert Tokenizer.from_file(str(data / "tokenizer.json")).get_vocab() == tokenizer.get_vocab()
+    assert sort_task._described(data).splitlines() == [
+        f"{data}/sft.jsonl: 20000 lines",
+        f"{data}/preferences.jsonl: 5600 lines",
+        f"{data}/preferences_held_out.jsonl: 400 lines",
+        f"{data}/prompts.jsonl: 20000 lines",
+        f"{data}/evaluation.jsonl: 512 lines",
+    ]
 
 
 def test_data_that_is_there_stays_untouched(data):

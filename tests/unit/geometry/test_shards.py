@@ -19,6 +19,7 @@ from realhf.geometry.parameters import decoder_parameters
 from realhf.geometry.shards import (
     ALIGNMENT,
     FlatLayout,
+    Placement,
     boxes_in,
     counted_slices,
     flat_layout,
@@ -39,6 +40,20 @@ def test_flat_layout_by_hand() -> None:
     assert flat.size == 384  # the next multiple of 3 x 64
     assert [flat.shard(i) for i in range(3)] == [range(0, 128), range(128, 256), range(256, 384)]
     assert FlatLayout({}).size == 0
+    assert FlatLayout({"a": (3,)}).size == 64
+    assert FlatLayout({"a": (8, 8), "b": (1,)}).shard(0) == range(128)
+
+
+def test_what_data_parallelism_divides_of_a_place() -> None:
+    where = Layout(DeviceMesh(0, 12), ParallelStrategy(dp=3, tp=2, pp=2))
+    assert Placement(where, "fsdp").divided == 3
+    assert Placement(where).divided == Placement(where, (("layers.*.q", "sharded"),)).divided == 1
+
+
+def test_a_device_outside_of_the_mesh_holds_nothing() -> None:
+    where = Layout(DeviceMesh(2, 2), ParallelStrategy(dp=2))
+    for device in (1, 4):
+        assert device_boxes(SMALL, where, device) == held_boxes(SMALL, where, device, "fsdp") == []
 
 
 @pytest.mark.parametrize(
