@@ -112,7 +112,7 @@ class TextTokenizer:
     @cached_property
     def largest_token(self) -> int:
         """The largest id of the tokenizer."""
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return max(vocabulary.values(), default=-1)
 
     def token(self, text: str) -> int | None:
@@ -229,7 +229,7 @@ class TextTokenizer:
         found = {}
         if (file := folder / "chat_template.jinja").is_file():
             found["default"] = self._text(file)
-        for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
+        for file in (folder / _TEMPLATES).glob("*.jinja"):
             found[file.stem] = self._text(file)
         if found:
             return found

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _MAX_REPEATS = 1000
 _MAX_ID = 2**24
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})[?+]?")
 _GROUP = re.compile(r"\?(?:[imx]*(?:-[imx]+)?:|[imx]+(?:-[imx]+)?(?=\))|<?[=!]|>|<\w+>)")
-_NAMED_CLASS = re.compile(r"\\[pPxuo]\{[^}]*\}|\\.", re.DOTALL)
+_ESCAPED = re.compile(r"\\[pPxuo]\{[^}]*\}|\\.?", re.DOTALL)
 
 
 class TokenizerError(Exception):
@@ -72,8 +72,7 @@ def load_tokenizer(path: Path) -> Any:
 def _named(value: Any) -> Iterator[tuple[str, Any]]:
     """Everything with a name within the values of a tokenizer.json, but for the tokens of a vocabulary."""
     for part in value if isinstance(value, list) else ():
-        if isinstance(part, dict | list):
-            yield from _named(part)
+        yield from _named(part)
     for name, part in value.items() if isinstance(value, dict) else ():
         yield name, part
         if name != "vocab":  # of a hundred thousand
@@ -95,7 +94,7 @@ class _Group:
     varies: bool = False
     unbounded: int = 0
     most: int = 0
-    atom: "_Group | None" = field(default=None, repr=False)  # the group that has just ended, which may be repeated
+    atom: "_Group | None" = None  # the group that has just ended, which may be repeated
 
     def end_alternative(self) -> None:
         self.most, self.unbounded = max(self.most, self.unbounded), 0
@@ -113,8 +112,9 @@ def why_without_end(pattern: str) -> str:
         elif rest[0] == "\\":
             if (rest[1:2].isdigit() and rest[1] != "0") or rest[1:2] in ("k", "g"):
                 return "refers back to what it has matched"
-            step = _NAMED_CLASS.match(rest)
-            group.atom, at = None, at + (step.end() if step else 1)
+            step = _ESCAPED.match(rest)
+            assert step is not None
+            group.atom, at = None, at + step.end()
         elif rest[0] == "[":
             group.atom, at = None, _end_of_class(pattern, at)
         elif rest[0] == "(":

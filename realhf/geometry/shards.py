@@ -187,9 +187,10 @@ def _slices(operator: str, modes: Sequence[Mode], boxes: Mapping[str, Box]) -> l
     parameter, box = next(iter(boxes.items()))
     owner = parameter.removesuffix(".weight")
     is_used_alone = is_projection(operator) or parameter == "lm_head.weight"
-    if len(modes) == 1 and not (modes[0] == "sharded" and is_used_alone):
+    mode, *others = modes
+    if not others and not (mode == "sharded" and is_used_alone):
         users = {HEAD: "model.norm", "experts": parameter.partition(".mlp.")[0] + ".mlp"}
-        return [OperatorSlice(operator, modes[0], boxes, users.get(kind_of(operator), owner))]
+        return [OperatorSlice(operator, mode, boxes, users.get(kind_of(operator), owner))]
     dim = cut_dim(operator)
     extent, what = box.shape[dim], ("rows", "columns")[dim]
     if extent < len(modes):

@@ -50,6 +50,13 @@ def test_what_data_parallelism_divides_of_a_place() -> None:
     assert Placement(where).divided == Placement(where, (("layers.*.q", "sharded"),)).divided == 1
 
 
+def test_with_zero1_a_device_keeps_all_of_its_boxes_in_their_order() -> None:
+    where = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
+    assert held_boxes(SMALL, where, 1) == held_boxes(SMALL, where, 1, "zero1") == device_boxes(SMALL, where, 1)
+    names = [spec.name for spec in decoder_parameters(SMALL)]
+    assert [box.name for box in device_boxes(SMALL, where, 1)] == names
+
+
 def test_a_device_outside_of_the_mesh_holds_nothing() -> None:
     where = Layout(DeviceMesh(2, 2), ParallelStrategy(dp=2))
     for device in (1, 4):
