@@ -82,7 +82,7 @@ class ChatTemplate:
         spans, pieces, length = [], [], 0
         for i, part in enumerate(marked.split(_BEGIN)):
             inside, has_end, outside = part.partition(_END) if i else ("", "", part)
-            if i and has_end:
+            if has_end:
                 spans.append((length, length + len(inside)))
             pieces += [inside, outside]
             length += len(inside) + len(outside)

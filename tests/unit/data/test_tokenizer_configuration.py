@@ -231,7 +231,7 @@ def test_text_that_a_tokenizer_cannot_express(unknown: str | None, tmp_path: Pat
     assert found.unknown_character("ab") == "'ab' in 'ab' has no token in the tokenizer"
     tokenizer.post_processor = TemplateProcessing(single="<unk> $A", pair=None, special_tokens=[("<unk>", 2)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="^'x' in 'ax' has no token"):  # what is put around a text does not count
+    with pytest.raises(ValueError, match=r"^'x' in 'ax' has no token"):  # what is put around a text does not count
         TextTokenizer(tmp_path).encode("ax", special=False)
 
 
@@ -250,7 +250,7 @@ def test_templates_by_name(folder: Path) -> None:
         assert TextTokenizer(folder, "default").apply_chat_template(CHAT, tools=[]) == "plain"
         assert TextTokenizer(folder, "{{ 'given' }}").apply_chat_template(CHAT, tools=[]) == "given"
     assert configured(folder, chat_template="one").apply_chat_template(CHAT, tools=[]) == "one"
-    with pytest.raises(UserError, match="it has the chat templates a, b; name one with chat_template$"):
+    with pytest.raises(UserError, match=r"it has the chat templates a, b; name one with chat_template$"):
         configured(folder, chat_template={"b": "x", "a": "y"}).template()
     (folder / "chat_template.jinja").write_text("of a file")
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("of another")

@@ -24,6 +24,7 @@ from realhf.geometry.shards import (
     counted_slices,
     flat_layout,
     held_boxes,
+    matrix_slices,
     shard_boxes,
     units,
 )
@@ -42,6 +43,35 @@ def test_flat_layout_by_hand() -> None:
     assert FlatLayout({}).size == 0
     assert FlatLayout({"a": (3,)}).size == 64
     assert FlatLayout({"a": (8, 8), "b": (1,)}).shard(0) == range(128)
+
+
+def test_a_flat_layout_has_first_what_tensor_parallelism_divides() -> None:
+    """Then what is replicated over it, and last the second copy of a tied embedding."""
+    model = replace(SMALL, tied_embeddings=True)
+    last = Layout(DeviceMesh(0, 8), ParallelStrategy(dp=2, tp=2, pp=2))
+    found = flat_layout(replace(model, num_layers=2), last, 7)
+    assert [name.removeprefix("model.").removesuffix(".weight") for name in found.shapes] == [
+        *(f"layers.1.self_attn.{part}_proj" for part in "qkvo"),
+        *(f"layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")),
+        "layers.1.input_layernorm",
+        "layers.1.post_attention_layernorm",
+        "norm",
+        "embed_tokens",
+    ]
+    assert found.shapes["model.embed_tokens.weight"] == (3, 12)
+    assert found.shards == 2
+    alone = flat_layout(model, Layout(DeviceMesh(0, 1), ParallelStrategy()), 0)
+    assert next(iter(alone.shapes)) == "model.embed_tokens.weight"
+
+
+def test_slices_of_a_matrix() -> None:
+    """As even as can be, along columns unless rows are wanted, in coordinates of the whole parameter."""
+    box = Box("w", (2, 10), (3, 7))
+    first, second = matrix_slices("m", box, ("sharded", "zero1"))
+    assert first == ("m:0", "sharded", {"m.slices.0.weight": Box("w", (2, 10), (3, 3))}, "m.slices.0")
+    assert second == ("m:1", "zero1", {"m.slices.1.weight": Box("w", (2, 13), (3, 4))}, "m.slices.1")
+    rows = matrix_slices("m", box, ("zero1", "zero1"), 0)
+    assert [list(part.boxes.values()) for part in rows] == [[Box("w", (2, 10), (1, 7))], [Box("w", (3, 10), (2, 7))]]
 
 
 def test_what_data_parallelism_divides_of_a_place() -> None:
