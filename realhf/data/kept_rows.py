@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from realhf.data.text_dataset import TextDataset
 
 # Raise it when the same files and options give other rows than before.
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 
 
 def kept_on_disk(dataset: "TextDataset") -> np.ndarray | None:
@@ -47,7 +47,7 @@ def keep_on_disk(dataset: "TextDataset", rows: np.ndarray) -> None:
 def _path(dataset: "TextDataset") -> Path:
     options = msgspec.to_builtins(dataset) | {"path": "", "tokenizer": ""}
     files = tokenizer_files(dataset.tokenizer, dataset.chat_template)
-    known = [FORMAT_VERSION, type(dataset).__name__, options, version("tokenizers")]
+    known = [_FORMAT_VERSION, type(dataset).__name__, options, version("tokenizers")]
     known += [content_digest(data_files(dataset.path)), [path.name for path in files], content_digest(files)]
     digest = hashlib.blake2b(msgspec.json.encode(known, order="sorted"), digest_size=16).hexdigest()
     return user_cache_path("realhf") / "data" / f"{digest}.rows"

@@ -39,7 +39,6 @@ class DatasetRows:
             for number, other in enumerate(others, 1)
         ]
         assert batch_size % samples_per_prompt == 0, "checked by `DataflowGraph.rows_per_step`"
-        self.dataset = dataset
         self.seed = seed
         self.batch_size = batch_size
         self.samples_per_prompt = samples_per_prompt
@@ -58,10 +57,11 @@ class DatasetRows:
         Raises:
             UserError: a line that the data set's `check` would have refused.
         """
-        samples = [self._row(row) for row in self.rows(step, sample_ids)]
-        for other in self._others:
-            samples = [{**one, **more} for one, more in zip(samples, other.tokens(step, sample_ids), strict=True)]
-        return samples
+        own = [self._row(row) for row in self.rows(step, sample_ids)]
+        others = [other.tokens(step, sample_ids) for other in self._others]
+        return [
+            {key: tokens for part in parts for key, tokens in part.items()} for parts in zip(own, *others, strict=True)
+        ]
 
     def rows(self, step: int, sample_ids: Sequence[int]) -> list[int]:
         """The row of each of the samples `sample_ids` of a step, from 0 on among the rows that are not left out."""

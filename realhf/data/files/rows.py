@@ -41,10 +41,9 @@ class RowFile(ABC):
     def place(self, row: int) -> str:
         """Where a row is, for messages: `FILE, line N`."""
 
+    @abstractmethod
     def batches(self) -> Iterator[tuple[int, list[Record]]]:
         """All rows in order, in runs of at most BATCH_ROWS with the number of their first. Raises as `row` does."""
-        for first in range(0, len(self), BATCH_ROWS):
-            yield first, [self.row(row) for row in range(first, min(first + BATCH_ROWS, len(self)))]
 
 
 class Shards(RowFile):

@@ -118,6 +118,7 @@ def test_a_chat_with_the_characters_of_marks(mark: str) -> None:
         ("{{ raise_exception('') }}", "^TemplateError$"),
         ("{{ messages[5].role }}", "has no element 5"),
         ("{{ messages.append(1) }}", "access to attribute .append. .* is unsafe"),
+        ("{{ dict.pop(messages[0], 'content') }}", "has no attribute 'pop'"),
         ("{% for m in messages %}{% break %}{% endfor %}{{ 1 // 0 }}", "zero"),
     ],
 )

@@ -179,6 +179,17 @@ def test_a_reader_keeps_the_rows_of_the_last_steps_only(folder, monkeypatch):
     assert len(tokenised) == 32
 
 
+def test_a_row_that_was_just_used_stays(folder, monkeypatch):
+    dataset = make(folder, PromptDataset, [{"prompt": f"{a}>"} for a in "abcdef"])
+    tokenised = []
+    row = OpenDataset.row
+    monkeypatch.setattr(OpenDataset, "row", lambda *words: tokenised.append(words[1]) or row(*words))
+    rows = DatasetRows(dataset, None, 1)
+    for step in (0, 1, 2, 3, 0, 4, 0, 1):
+        assert rows.tokens(step, [0]) == [{"prompt": [1, 4 + step, 3]}]
+    assert tokenised == [0, 1, 2, 3, 4, 1], "four of them"
+
+
 def test_validation_needs_no_torch():
     modules = "realhf.data.datasets, realhf.data.sort_task, realhf.data.row_order"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.architecture.compute import MODES, DataParallel, ModeRules, modes_text
-from realhf.architecture.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig, Experts
 from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box, device_boxes
@@ -227,6 +227,36 @@ def test_units_of_modes_by_hand() -> None:
     assert "model.layers.1.mlp.gate_proj.slices.3.weight" in found[1].flat.shapes
     assert (found[0].kept(1), found[0].updated(1)) == (range(128), range(128))  # 48 elements, padded
     assert gate.kept(1) == gate.updated(1) == range(64, 128)
+
+
+@pytest.mark.parametrize(
+    ("model", "operator", "module", "tensors"),
+    [
+        (SMALL, "layers.0.q", "model.layers.0.self_attn.q_proj.slices.0", ["*.weight"]),
+        (SMALL, "layers.0.down", "model.layers.0.mlp.down_proj.slices.0", ["*.weight"]),
+        (SMALL, "head", "lm_head.slices.0", ["*.weight"]),
+        (SMALL, "embedding", "model.embed_tokens", ["*.weight"]),
+        (replace(SMALL, tied_embeddings=True), "embedding", "model.embed_tokens", ["*.weight"]),
+        (replace(SMALL, head="scalar"), "head", "model.norm", ["score.weight"]),
+        (
+            replace(SMALL, experts=Experts(count=1, per_token=1)),
+            "layers.0.experts",
+            "model.layers.0.mlp",
+            ["*.gate.weight", *(f"*.experts.0.{part}_proj.weight" for part in ("gate", "up", "down"))],
+        ),
+    ],
+)
+def test_the_module_that_uses_a_sharded_operator_first(
+    model: DecoderConfig, operator: str, module: str, tensors: list[str]
+) -> None:
+    """A projection and a language model's head are one slice of their own; a critic's head is used with the norm."""
+    where = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
+    [found] = [unit for unit in units(model, where, 0, ((operator, "sharded"),)) if unit.mode == "sharded"]
+    assert (found.name, found.module) == (operator, module)
+    assert list(found.boxes) == [tensor.replace("*", module) for tensor in tensors]
+    assert {box.name for box in found.boxes.values()} == {spec.name for spec in operators(model)[operator]}
+    rest = units(model, where, 0, ((operator, "zero1"),))
+    assert [(unit.name, unit.mode, unit.module) for unit in rest] == [("", "zero1", "")]
 
 
 @pytest.mark.parametrize(
