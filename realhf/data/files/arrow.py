@@ -20,7 +20,7 @@ from realhf.data.files.digest import content_digest
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
 # Parquet files whose columns take less than this are held in memory.
-_IN_MEMORY_BYTES = 2**28
+_IN_MEMORY_BYTES = 256 << 20
 
 
 class ArrowFile(RowFile):
@@ -72,13 +72,11 @@ def open_arrow(path: Path) -> ArrowFile:
     """
     pyarrow = _pyarrow(path)
     try:
-        source = pyarrow.memory_map(str(path))
         try:
-            file = pyarrow.ipc.open_file(source)
+            file = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
             batches = [file.get_batch(i) for i in range(file.num_record_batches)]
         except pyarrow.ArrowInvalid:
-            source.seek(0)
-            file = pyarrow.ipc.open_stream(source)
+            file = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
             batches = list(file)
         return ArrowFile(path, batches, file.schema.names)
     except Exception as error:  # as in `_records`

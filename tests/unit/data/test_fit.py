@@ -1,5 +1,8 @@
 """Tokens and lengths that a model cannot read are refused before a run starts."""
 
+import re
+import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from safetensors.numpy import save_file
 from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
 from realhf.algorithms.reward.config import SequenceReward
 from realhf.algorithms.sft.config import SFT
-from realhf.api.experiment import DatasetExtent
+from realhf.api.experiment import DatasetExtent, KeyExtent
 from realhf.architecture.hugging_face import decoder_of, write_config
 from realhf.architecture.model import DecoderConfig, RopeScaling
 from realhf.base.errors import UserError
@@ -164,6 +167,68 @@ def test_recorded_rollouts_beyond_the_vocabulary_name_file_sample_and_id(tmp_pat
             f"step-1/actor_generate-0.safetensors: 'seq' of sample 1 has the token id {token}, and model 'rew"
             in str(error.value)
         )
+
+
+def test_the_smallest_numbers_that_fit(tmp_path: Path) -> None:
+    """A model of one token reads token 0, and empty responses; -1 as an end token is none."""
+    one = replace(MODEL, vocab_size=1, max_position_embeddings=9)
+    extent = DatasetExtent(
+        path="a.jsonl",
+        rows=1,
+        keys={"prompt": KeyExtent(mean=0, mean_square=0, longest=0, longest_at="l", largest=0, largest_at="m")},
+        tokenizer="t",
+        largest_token=0,
+    )
+    graph = rollout_graph(one, reward=one, eos_token=-1)
+    check_fit(graph, extent)
+    check_replay(graph, recorded(tmp_path, s0=[0], s1=[]), range(1), 2)
+    with pytest.raises(UserError, match=r"'seq' of sample 1 has the token id -1, and .* ids from 0 to 0; give"):
+        check_replay(graph, recorded(tmp_path, s0=[0], s1=[-1]), range(1), 2)
+    assert "l: 'prompt' has 0 tokens, and with max_new_tokens=10 of actor_generate 10, and model 'actor'" in refusal(
+        rollout_graph(one, reward=one, eos_token=-1, max_new_tokens=10), extent
+    )
+
+
+def test_only_calls_with_a_model_and_known_lengths_are_compared(tmp_path: Path) -> None:
+    """A key that no file and no generation gives has no length; a rule reads columns, and no tokens."""
+    extent = extent_of(tmp_path, SFTDataset)
+    short = replace(MODEL, max_position_embeddings=8)
+    other = ModelFunctionCallDef(
+        model_name="judge",
+        model_type=short.with_head("scalar"),
+        interface_type=INFERENCE,
+        interface_impl=SequenceReward(),
+        input_data=["tokens", "text"],
+        output_data=["score"],
+    )
+    check_fit(DataflowGraph([other], ("tokens", "text")), extent)
+    asked: list[tuple[str, ...]] = []
+
+    class Rule(SequenceReward):
+        uses_model = False
+
+        def check_columns(self, columns: Collection[str]) -> None:
+            asked.append(tuple(columns))
+
+    tiny = replace(MODEL, vocab_size=2, max_position_embeddings=1)
+    rule = replace(other, model_name="rule", model_type=tiny.with_head("scalar"), interface_impl=Rule())
+    check_fit(DataflowGraph([rule], ("tokens", "text")), extent)
+    assert asked == [("prompt", "answer")]
+
+
+def test_every_step_and_every_sample_of_recorded_rollouts_is_looked_at(tmp_path: Path) -> None:
+    graph = rollout_graph(MODEL)
+    check_replay(graph, recorded(tmp_path, s0=[1], s1=[2], s2=[31]), range(1), 3)
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-2")
+    recorded(tmp_path, s2=[1])
+    with pytest.raises(UserError, match=f"^{re.escape(f'--replay {tmp_path}: step 1 has no')} 'seq' of sample 0"):
+        check_replay(graph, tmp_path, range(2), 3)
+    check_replay(graph, tmp_path, range(1, 2), 3)
+    recorded(tmp_path, s0=[40, 1], s1=[50])
+    with pytest.raises(UserError, match=r"sample 0 has the token id 40, .*; give rollouts of the same tokenizer"):
+        check_replay(graph, tmp_path, range(1), 2)
+    with pytest.raises(UserError, match="step 1 has no 'seq' of sample 2"):
+        check_replay(graph, tmp_path, range(1), 4)
 
 
 def test_recorded_rollouts_that_are_missing_or_damaged(tmp_path: Path) -> None:
