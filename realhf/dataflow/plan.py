@@ -391,10 +391,10 @@ def _check_compute(plan: ExecutionPlan, graph: DataflowGraph) -> None:
                 continue
             if field not in _OF_HOMES and not definition.trains:
                 raise UserError(f"{says} train_step calls, and this one trains nothing; leave it out")
-        if isinstance(call.compute.data_parallel, tuple):
-            _check_modes(name, call, definition.config)
-        if call.compute.recomputed_layers is not None:
-            _check_recomputed(name, call, definition.config)
+        if isinstance(rules := call.compute.data_parallel, tuple):
+            _check_modes(name, call.layout, rules, definition.config)
+        if (number := call.compute.recomputed_layers) is not None:
+            _check_recomputed(name, call, number, definition.config)
         if definition.trains and call.compute != plan.calls[home].compute:
             raise UserError(
                 f"{name} is planned with compute={call.compute.chosen} but {home} trains the same model with "
@@ -402,16 +402,17 @@ def _check_compute(plan: ExecutionPlan, graph: DataflowGraph) -> None:
             )
 
 
-def _check_modes(name: str, call: CallPlan, config: DecoderConfig) -> None:
+def _check_modes(name: str, layout: Layout, rules: ModeRules, config: DecoderConfig) -> None:
     try:
-        shard_boxes(config, call.layout, call.mesh.first, call.compute.data_parallel or "zero1")
+        for stage in range(layout.strategy.pp):  # each has other operators
+            shard_boxes(config, layout, layout.device(0, 0, stage), rules)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
 
 
-def _check_recomputed(name: str, call: CallPlan, config: DecoderConfig) -> None:
-    number, most = call.compute.recomputed_layers, len(chunk_layers(config.num_layers, call.strategy, 0)[0])
-    if number is None or not 0 <= number <= most:
+def _check_recomputed(name: str, call: CallPlan, number: int, config: DecoderConfig) -> None:
+    most = len(chunk_layers(config.num_layers, call.strategy, 0)[0])
+    if not 0 <= number <= most:
         raise UserError(
             f"{name}: compute has recomputed_layers={number}, and each stage of this model (each of its chunks) has at "
             f"most {most} layers; choose 0 to {most}, or leave it out for all"

@@ -73,10 +73,10 @@ def _listed(devices: Sequence[int]) -> str:
     """`0-3, 6`; whatever is no number as it is."""
     if not all(isinstance(device, int) for device in devices):
         return ", ".join(map(repr, devices))
-    parts: list[list[int]] = []
+    ends: list[list[int]] = []  # of each run of neighbours: the first, and the last if it is another
     for device in devices:
-        if parts and device == parts[-1][-1] + 1:
-            parts[-1].append(device)
+        if ends and device == ends[-1][-1] + 1:
+            ends[-1][1:] = [device]
         else:
-            parts.append([device])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts) or "none"
+            ends.append([device])
+    return ", ".join("-".join(map(str, run)) for run in ends) or "none"

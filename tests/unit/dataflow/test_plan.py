@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from realhf.dataflow.plan import (
     CallCompute,
     CallPlan,
     ExecutionPlan,
+    Intervals,
     OrderEntry,
+    beside_s,
     check_plan,
     digest_in,
     interval_text,
@@ -24,8 +27,10 @@ from realhf.dataflow.plan import (
     save_plan,
     updates_text,
 )
+from realhf.dataflow.protocols import RANK_ZERO
+from realhf.dataflow.rationale import DeviceMemory, Rationale
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from tests.unit.api.calls import TINY, Nothing, call, ppo_graph, ruled_graph
+from tests.unit.api.calls import TINY, Nothing, Rule, call, ppo_graph, ruled_graph
 
 BATCH_SIZE = 16
 ALL = CallPlan(devices=(0, 4), dp=4)
@@ -263,6 +268,14 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
         with_call("actor_train_step", compute=CallCompute(data_parallel=(("layers.*.q", "1000 sharded"),))),
         "actor_train_step: data_parallel: 'layers.0.q' has ",
     ),
+    "more slices than rows on the last stage": (
+        with_call("actor_train_step", dp=2, pp=2, compute=CallCompute(data_parallel=(("head", "1000 sharded"),))),
+        "actor_train_step: data_parallel: 'head' has 64 rows on a device, fewer than 1000 slices; choose fewer slices",
+    ),
+    "a model in host memory that there is not": (
+        plan_of(offload=("judge",)),
+        "offload: 'judge' is no model of the experiment; choose from actor, critic, reward",
+    ),
     "no steps in flight": (plan_of(max_steps_in_flight=0), "max_steps_in_flight=0 must be at least 1"),
     "an order that lacks a call": (
         plan_of(order=order(*ORDER[:-1])),
@@ -309,9 +322,45 @@ def test_a_call_beside_the_devices_has_as_many_parts_as_divide_the_batch() -> No
     plan = ExecutionPlan(num_devices=8, calls=calls, beside={"judge": 0.5})
     check_plan(plan, graph, BATCH_SIZE)
     assert plan.of_call(graph, "actor_generate", 12) is plan.calls["actor_generate"]
-    for batch_size, parts in ((12, 4), (6, 3), (7, 1)):
+    for batch_size, parts in ((12, 4), (6, 3), (7, 1), (5, 1), (2, 2)):
         found = plan.of_call(graph, "judge", batch_size)
         assert (found.layout, found.predicted_s) == (Layout(DeviceMesh(4, parts), ParallelStrategy(parts)), 0.5)
+
+
+def test_seconds_of_a_call_beside_the_devices() -> None:
+    """Of 12 samples each of 4 devices (5 do not divide them) has 3, of half a second; two are made at a time."""
+
+    class Slow(Rule):
+        seconds_per_sample = 0.5
+        processes_per_worker = 2
+
+    assert beside_s(Slow(), 12, 5) == 0.75
+    assert beside_s(Slow(), 7, 5) == 1.75
+    assert beside_s(Rule(), 12, 5) == 0.0
+
+
+def test_a_plan_file_can_be_edited(tmp_path: Path) -> None:
+    """Two spaces for each level, and a new line at the end."""
+    save_plan(plan_of(calls={"judge": CallPlan(devices=(0, 2), dp=2)}), tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    assert text.startswith('{\n  "num_devices": 4,\n  "calls": {\n    "judge": {\n      "devices": [\n        0,\n')
+    assert text.endswith('"rationale": null\n}\n')
+
+
+def test_a_plan_is_for_whole_groups_of_samples_and_for_the_protocols_of_its_calls() -> None:
+    class Four(Nothing):
+        samples_per_prompt = 4
+
+    graph = DataflowGraph([call("m", GENERATE, ["x"], ["y"], interface_impl=Four())], ["x"])
+    plan = ExecutionPlan(num_devices=1, calls={"m_generate": CallPlan(devices=(0, 1))})
+    check_plan(plan, graph, 8)
+    with pytest.raises(UserError, match="samples_per_prompt=4 does not divide batch_size=6"):
+        check_plan(plan, graph, 6)
+    graph = DataflowGraph([call("m", INFERENCE, ["x"], protocol=RANK_ZERO)], ["x"])
+    check_plan(ExecutionPlan(num_devices=1, calls={"m_inference": CallPlan(devices=(0, 1))}), graph, 8)
+    two = ExecutionPlan(num_devices=2, calls={"m_inference": CallPlan(devices=(0, 2), dp=2)})
+    with pytest.raises(UserError, match="m_inference: protocol RANK_ZERO is not what 3D_PROTO is"):
+        check_plan(two, graph, 8)
 
 
 def test_predictions_of_calls_beside_the_devices_are_no_part_of_what_a_plan_does() -> None:
@@ -346,6 +395,7 @@ def test_how_calls_are_computed_in_words() -> None:
     assert [updates_text(number) for number in (0, 1, 2)] == ["0 updates", "1 update", "2 updates"]
     assert [interval_text(each) for each in (None, (0.214, 9.96), (9.99, 10.0))] == ["-", "0.21-10", "10-10"]
     assert interval_text((1.26, 123.4)) == "1.3-123"
+    assert interval_text((9.46, 99.7)) == "9.5-100"
 
 
 def test_a_copy_is_taken_over_in_the_same_layout_alone() -> None:
@@ -390,6 +440,23 @@ def test_numbers_of_a_plan_file_are_in_their_ranges(changes: dict[str, Any], mes
     assert digest_in(tmp_path / "plan.json") is None
 
 
+REASONS = Rationale(
+    origin="searched", hardware="none", profiled=False, certificate="", limits="", heuristic_step_s=None,
+    heuristic_fits=False, device_memory_bytes=0, instead=(),
+    memory=(
+        DeviceMemory(devices=(1, 2), static_bytes=10, peak_bytes=20),
+        DeviceMemory(devices=(3, 1), static_bytes=30, peak_bytes=40),
+    ),
+)  # fmt: skip
+
+
+def test_the_memory_of_a_device_is_that_of_the_devices_around_it() -> None:
+    found = [REASONS.memory_of(device) for device in range(5)]
+    assert [memory and memory.peak_bytes for memory in found] == [None, 20, 20, 40, None]
+    assert found[1] is not None
+    assert found[1].communicator_bytes == 0
+
+
 def test_the_digest_is_of_what_a_plan_does_alone(tmp_path: Path) -> None:
     plan = plan_of()
     save_plan(plan, tmp_path / "plan.json")
@@ -397,6 +464,7 @@ def test_the_digest_is_of_what_a_plan_does_alone(tmp_path: Path) -> None:
     assert digest_in(tmp_path / "none.json") is None
     predicted = dict.fromkeys(plan.calls, msgspec.structs.replace(ALL, predicted_s=3.0))
     said = {"predicted_step_s": 2.0, "models": {"actor": TINY}, "notes": {"seed": 3}, "calls": predicted}
+    said |= {"rationale": REASONS, "intervals": Intervals(step_s=(1.0, 2.0), call_s={})}
     assert plan_digest(plan_of(**said)) == plan_digest(plan)
     different = [
         {"staleness": 1}, {"num_devices": 8}, {"devices_per_node": 2}, {"max_steps_in_flight": 1},
@@ -420,6 +488,30 @@ def test_bounds_of_a_plan_that_just_fits() -> None:
     few = CallCompute(recomputation="full", recomputed_layers=-1)
     with pytest.raises(UserError, match="recomputed_layers=-1"):
         check_plan(with_call("actor_train_step", compute=few), GRAPH, BATCH_SIZE)
+
+
+def test_layers_are_counted_in_the_largest_chunk_of_a_stage() -> None:
+    """Of five layers on two stages of two chunks the first chunk has two; of four on three stages the first stage."""
+    five = replace(TINY, num_layers=5)
+    for config, layout in ((five, {"devices": (0, 2), "pp": 2, "chunks": 2}), (TINY, {"devices": (0, 3), "pp": 3})):
+        graph = DataflowGraph([call("m", TRAIN_STEP, ["x"], model_type=config)], ["x"])
+        for number in (2, 3):
+            compute = CallCompute(recomputation="full", recomputed_layers=number)
+            plan = ExecutionPlan(num_devices=3, calls={"m_train_step": CallPlan(**layout, compute=compute)})
+            if number == 2:
+                check_plan(plan, graph, 4)
+                continue
+            with pytest.raises(UserError, match=r"recomputed_layers=3, and .* has at most 2 layers; choose 0 to 2"):
+                check_plan(plan, graph, 4)
+
+
+def test_the_home_of_a_model_that_nobody_trains_may_divide_its_parameters() -> None:
+    """Each call that trains a model may say so, too: they all say the same."""
+    divided = CallCompute(data_parallel="fsdp", prefetch=False)
+    check_plan(with_call("reward_inference", compute=divided), GRAPH, BATCH_SIZE)
+    lessons = [call("m", TRAIN_STEP, ["x"], name=name) for name in ("first", "second")]
+    calls = dict.fromkeys(("first", "second"), msgspec.structs.replace(ALL, compute=divided))
+    check_plan(ExecutionPlan(num_devices=4, calls=calls), DataflowGraph(lessons, ["x"]), BATCH_SIZE)
 
 
 def test_graphs_that_the_experiment_fixes_are_not_the_plan_s_to_choose() -> None:
@@ -449,6 +541,7 @@ def test_mini_batches_have_to_divide_the_batch() -> None:
 def test_good_plans() -> None:
     check_plan(plan_of(), GRAPH, BATCH_SIZE)
     check_plan(plan_of(models={"actor": TINY, "unused": TINY.with_head("scalar")}), GRAPH, BATCH_SIZE)
+    check_plan(plan_of(max_steps_in_flight=1, order=order(*ORDER)), GRAPH, BATCH_SIZE)
     # The critic's training of the last step, then its inference: the overlap of two steps.
     overlapping = order("actor_generate", (ORDER[4], 1), *ORDER[1:4])
     check_plan(plan_of(order=overlapping), GRAPH, BATCH_SIZE)

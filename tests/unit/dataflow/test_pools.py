@@ -20,6 +20,9 @@ def test_devices_are_a_set() -> None:
     assert Pool("train", devices=[3, 2, 1, 0]) == TRAIN
     assert str(Pool("odd", devices=[0, 1, 2, 5, 7])) == "pool 'odd' (devices 0-2, 5, 7)"
     assert Pool("odd", devices=[0, 1, 2, 5]).runs == [DeviceMesh(0, 3), DeviceMesh(5, 1)]
+    several = Pool("several", devices=[0, 1, 4, 5, 6, 9, 10])
+    assert several.runs == [DeviceMesh(0, 2), DeviceMesh(4, 3), DeviceMesh(9, 2)]
+    assert str(several) == "pool 'several' (devices 0-1, 4-6, 9-10)"
     assert DeviceMesh(5, 2) in ROLLOUT
     assert DeviceMesh(3, 2) not in ROLLOUT
 
@@ -28,9 +31,11 @@ def test_devices_are_a_set() -> None:
     ("name", "devices", "message"),
     [
         ("", range(2), "has no name"),
-        ("p", (), "needs the numbers, from 0 on, of at least one device"),
-        ("p", (-1,), "needs the numbers, from 0 on, of at least one device"),
-        ("p", "01", "needs the numbers, from 0 on, of at least one device"),
+        ("p", (), r"^pool 'p' \(devices none\) needs the numbers, from 0 on, of at least one device"),
+        ("p", (-1,), r"^pool 'p' \(devices -1\) needs the numbers, from 0 on, of at least one device"),
+        ("p", (2, -1), r"^pool 'p' \(devices 2, -1\) needs the numbers, from 0 on, of at least one device"),
+        ("p", "01", r"^pool 'p' \(devices '0', '1'\) needs the numbers, from 0 on, of at least one device"),
+        ("p", (0, "1"), r"^pool 'p' \(devices 0, '1'\) needs the numbers, from 0 on, of at least one device"),
         ("p", (1, 1), "names a device twice"),
     ],
 )
@@ -64,6 +69,8 @@ def test_a_pool_has_devices_of_the_cluster() -> None:
     check_devices([TRAIN, ROLLOUT], 8)
     with pytest.raises(UserError, match=r"pool 'rollout' \(devices 4-7\) has device 7, and there are 6, .* 8 or more"):
         check_devices([TRAIN, ROLLOUT], 6)
+    with pytest.raises(UserError, match=r"pool 'rollout' .* has device 7, and there are 7, numbered from 0 on; give"):
+        check_devices([TRAIN, ROLLOUT], 7)
 
 
 def test_a_plan_by_hand_keeps_to_the_pools() -> None:
