@@ -44,8 +44,7 @@ def running_beside(graph: DataflowGraph, copies: Mapping[str, str], source: str)
     return {
         name
         for name in graph.model_calls
-        if name != source
-        and any(after[taker].get(name, never) + before.get(name, never) > 1 or name == taker for taker in takers)
+        if any(after[taker].get(name, never) + before.get(name, never) > 1 or name == taker for taker in takers)
     }
 
 

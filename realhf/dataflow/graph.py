@@ -385,7 +385,7 @@ def _samples_per_prompt(calls: Sequence[ModelFunctionCallDef]) -> int:
     if not generating:
         return 1
     first, number = generating[0], generating[0].interface_impl.samples_per_prompt
-    for call in generating[1:]:
+    for call in generating:
         if call.interface_impl.samples_per_prompt != number:
             raise UserError(
                 f"{first.name} has samples_per_prompt={number} and {call.name} has "

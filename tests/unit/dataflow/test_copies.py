@@ -66,6 +66,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "out: the copy then comes from the model's home",
     ),
     "a call of another model": ({"again": of("reward", NARROW)}, "is no other call of its model 'actor' with a copy"),
+    "a call of another model where the own has no copies": (
+        {"critic": of("rollout", HOME)},
+        "critic: copy_from='rollout' is no other call of its model 'critic' with a copy; leave it out: the copy then",
+    ),
     "itself": ({"again": of("again", NARROW)}, "again: copy_from='again' is no other call of its model 'actor'"),
     "a call that needs none": (
         {"judge": of("rollout", HOME)},
@@ -115,6 +119,7 @@ def test_several_take_from_one() -> None:
     check_plan(plan, GRAPH, 8)
     assert takers_of(plan.copies, "rollout") == ["again", "judge"]
     check_plan(plan_of(**ALL_WIDE), GRAPH, 8)
+    assert takers_of({"a": "one", "b": "other", "c": "one"}, "one") == ["a", "c"]
 
 
 def test_the_source_waits_for_the_takers_of_the_step_before() -> None:
@@ -154,3 +159,16 @@ def test_what_may_run_while_a_copy_is_kept() -> None:
         ["prompt"],
     )
     assert running_beside(in_a_row, {"again": "rollout"}, "rollout") == {"reward", "again"}
+    two_takers = DataflowGraph(
+        [
+            call("actor", GENERATE, ["prompt"], ["seq"], name="rollout"),
+            call("actor", INFERENCE, ["seq"], ["judged"], name="early"),
+            call("reward", INFERENCE, ["judged"], ["score"], name="reward"),
+            call("actor", INFERENCE, ["score"], ["logprob"], name="again"),
+            call("actor", TRAIN_STEP, ["logprob"], name="train"),
+        ],
+        ["prompt"],
+    )
+    copies = {"early": "rollout", "again": "rollout"}
+    assert running_beside(two_takers, copies, "rollout") == {"early", "reward", "again"}, "behind one, before the other"
+    assert running_beside(two_takers, {"early": "rollout"}, "rollout") == {"early"}

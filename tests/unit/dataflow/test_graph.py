@@ -1,8 +1,10 @@
 """Edges follow from keys and from shared parameters; what cannot be a graph is refused in one sentence."""
 
 import itertools
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ from realhf.architecture.model import LLAMA
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Edge
 from realhf.dataflow.interface import InterfaceConfig
-from realhf.dataflow.protocols import RANK_ZERO
+from realhf.dataflow.protocols import ALL_TO_ALL, RANK_ZERO, THREE_D_PROTO
 from tests.unit.api.calls import TINY, Nothing, Rule, call, ppo_graph, rule
 
 
@@ -58,6 +60,18 @@ def test_two_trainings_of_one_model_follow_each_other() -> None:
     }
 
 
+def test_readers_come_before_the_first_of_several_trainings() -> None:
+    calls = [call("m", INFERENCE, ["x"]), *(call("m", TRAIN_STEP, ["x"], name=name) for name in ("first", "second"))]
+    graph = DataflowGraph(calls, ["x"])
+    assert {(e.parent, e.child, e.steps_back) for e in graph.edges} == {
+        ("m_inference", "first", 0),
+        ("first", "second", 0),
+        ("second", "first", 1),
+        ("second", "m_inference", 1),
+    }
+    assert [graph.weights_version("m", step) for step in (0, 3)] == [0, 3]
+
+
 def test_a_model_that_nobody_trains_has_no_version_edges() -> None:
     graph = DataflowGraph([call("m", GENERATE, ["x"], ["y"]), call("m", INFERENCE, ["y"], ["z"])], ["x"])
     assert [(e.parent, e.child, e.kind) for e in graph.edges] == [("m_generate", "m_inference", "data")]
@@ -89,6 +103,22 @@ def test_calls_beside_the_devices_have_no_model_and_run_where_their_inputs_are_m
     assert graph.place_of("rows") == "b_inference", "the first call with a model"
     assert [edge.parent for edge in graph.parents("late")] == ["judge"]
     assert replace(calls[0], name="again").name == "again", "its protocol is its own"
+    assert [made.protocol for made in calls] == [*[ALL_TO_ALL] * 3, *[THREE_D_PROTO] * 2]
+
+
+def test_a_model_type_may_be_the_folder_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under its path, or under a name in the working folder; what looks like a path and is none is told so."""
+    (tmp_path / "mine").mkdir()
+    content = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    (tmp_path / "mine/config.json").write_text(json.dumps(content))
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "./mine", str(tmp_path / "mine")):
+        assert call("m", INFERENCE, model_type=name).config.num_layers == 2
+    with pytest.raises(UserError, match=r"'./none' is not known; .* or give the path of a Hugging Face config.json"):
+        call("m", INFERENCE, model_type="./none")
 
 
 def test_names_and_named_model_types() -> None:
@@ -98,6 +128,10 @@ def test_names_and_named_model_types() -> None:
     assert made.config == LLAMA["llama7b"].with_head("scalar")
     assert not made.trains
     assert call("actor", TRAIN_STEP, name="other").name == "other"
+
+
+class UsingRule(Rule):
+    uses_model = True
 
 
 BAD_CALLS = {
@@ -131,6 +165,12 @@ BAD_CALLS = {
         lambda: call("m", INFERENCE, interface_impl=Rule()),
         "m: Rule runs beside the devices (runs_beside=True), where no model is; give the configuration "
         "uses_model=False, and leave model_name and model_type out",
+    ),
+    "a rule with a name of a model": (lambda: rule("judge", model_name="m"), "judge: Rule runs beside the devices"),
+    "a rule with an architecture": (lambda: rule("judge", model_type=TINY), "judge: Rule runs beside the devices"),
+    "a rule that uses a model": (
+        lambda: rule("judge", interface_impl=UsingRule()),
+        "judge: UsingRule runs beside the devices (runs_beside=True), where no model is; give the configuration",
     ),
     "a rule without a name": (lambda: rule(""), "a call of Rule has no name, and no model whose name it could have"),
     "a rule that trains": (
@@ -224,9 +264,9 @@ def test_a_cycle_is_shown_along_its_arrows_with_a_remedy() -> None:
     assert arrows == {("a_inference", "b_inference"), ("b_inference", "c_inference"), ("c_inference", "a_inference")}
 
 
-def several(number: int) -> InterfaceConfig:
+def several(number: float) -> InterfaceConfig:
     class Several(Nothing):
-        samples_per_prompt = number
+        samples_per_prompt = number  # type: ignore[assignment]
 
     return Several()
 
@@ -242,6 +282,10 @@ def test_all_generations_of_a_graph_have_one_number_of_samples_a_prompt() -> Non
         DataflowGraph([sample, greedy, train], ["prompt"])
     with pytest.raises(UserError, match=r"actor_generate: samples_per_prompt=0 of Several must be a whole number"):
         call("actor", GENERATE, ["prompt"], ["seq"], interface_impl=several(0))
+    with pytest.raises(UserError, match=r"samples_per_prompt=1\.5 of Several must be a whole number of at least 1"):
+        call("actor", GENERATE, ["prompt"], ["seq"], interface_impl=several(1.5))
+    both = [call("actor", GENERATE, ["prompt"], [key], name=key, interface_impl=several(4)) for key in ("seq", "other")]
+    assert DataflowGraph(both, ["prompt"]).samples_per_prompt == 4
 
 
 def test_a_step_has_whole_groups() -> None:
