@@ -6,6 +6,7 @@ and nothing moves.
 
 import copy
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph, Edge
@@ -40,11 +41,10 @@ def running_beside(graph: DataflowGraph, copies: Mapping[str, str], source: str)
     """
     waiting, takers = with_copies(graph, copies), takers_of(copies, source)
     before, after = _steps_to(waiting, source), {taker: _steps_from(waiting, taker) for taker in takers}
-    never = float("inf")
     return {
         name
         for name in graph.model_calls
-        if any(after[taker].get(name, never) + before.get(name, never) > 1 or name == taker for taker in takers)
+        if any(after[taker].get(name, inf) + before.get(name, inf) > 1 or name == taker for taker in takers)
     }
 
 
@@ -112,6 +112,6 @@ def _least_steps(start: str, edges: Sequence[tuple[str, str, int]]) -> dict[str,
     while has_changed:
         has_changed = False
         for first, second, more in edges:
-            if first in steps and steps[first] + more < steps.get(second, steps[first] + more + 1):
+            if first in steps and steps[first] + more < steps.get(second, inf):
                 steps[second], has_changed = steps[first] + more, True
     return steps

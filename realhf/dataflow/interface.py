@@ -80,7 +80,6 @@ class InterfaceConfig:
     def check_columns(self, columns: Collection[str]) -> None:
         """On the launcher, before a process starts: whether the columns that the rows of the data set have are those
         that its calls read by name (`Context.rows`). Raises UserError."""
-        return
 
 
 def check_implementation(call: str, config: InterfaceConfig, method: str) -> None:

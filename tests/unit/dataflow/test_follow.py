@@ -40,6 +40,7 @@ def test_every_third_step() -> None:
     graph = DataflowGraph(CALLS, ["prompt"], {"reference": Follow("actor", eta=0.1, every_steps=3)})
     [node] = graph.follows.values()
     assert [step for step in range(9) if node.is_due(step)] == [2, 5, 8]
+    assert [node.brings(step) for step in (2, 5)] == [3, 6], "the training of the step is in it"
 
 
 def test_a_stale_copy_is_made_before_the_training_of_its_source() -> None:
@@ -122,3 +123,11 @@ def test_every_steps_is_a_number_of_steps() -> None:
 def test_models_that_cannot_follow(target: str, source: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         DataflowGraph(CALLS, ["prompt"], {target: Follow(source, eta=0.1)})
+
+
+def test_the_trained_models_are_named_where_another_was_given() -> None:
+    trained = [call(name, TRAIN_STEP, ["prompt"]) for name in ("first", "second", "third", "fourth", "fifth")]
+    reference = call("reference", INFERENCE, ["prompt"])
+    for calls, models in ((trained, "fifth, first, fourth, second, third"), ([], "none")):
+        with pytest.raises(UserError, match=f"so that it never changes; trained models: {models}$"):
+            DataflowGraph([*calls, reference], ["prompt"], {"reference": Follow("nobody", eta=0.1)})

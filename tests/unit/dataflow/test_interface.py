@@ -121,3 +121,20 @@ def test_a_place_without_module_or_class(place: str) -> None:
 def test_an_interface_without_a_place() -> None:
     with pytest.raises(UserError, match="m_inference: InterfaceConfig has implementation=None; give it"):
         check_implementation("m_inference", InterfaceConfig(), "inference")
+
+
+def test_modules_that_are_no_files_of_source_are_left_to_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is compiled, and a folder whose parts may be anywhere."""
+    (tmp_path / "parts_of_it").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("math", "sys", "parts_of_it"):
+        check_implementation("m_inference", implemented_in(f"{module}:Mine"), "inference")
+
+
+def test_what_an_interface_does_once_unless_it_says_otherwise() -> None:
+    config = implemented_in("mine:Mine")
+    assert (config.epochs, config.samples_per_prompt, config.processes_per_worker) == (1, 1, 1)
+    assert (config.seconds_per_sample, config.read_files, config.recordable, config.sequence_keys) == (0.0, (), (), ())
+    assert (config.uses_model, config.runs_beside) == (True, False)

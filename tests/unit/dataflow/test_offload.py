@@ -7,8 +7,8 @@ import pytest
 from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.dataflow.offload import Load, check_offload, loads_of, with_loads
-from tests.unit.api.calls import call
+from realhf.dataflow.offload import Load, check_offload, loads_of, models_needed, with_loads
+from tests.unit.api.calls import call, ruled_graph
 
 CALLS = [
     call("actor", GENERATE, ["prompt"], ["seq"]),
@@ -34,6 +34,12 @@ def test_a_model_is_loaded_for_each_node_that_needs_it() -> None:
         ("reference_follows_actor", 0),
     ]
     assert with_loads(order, loads_of(GRAPH, [])) == order
+
+
+def test_a_node_needs_its_model_or_both_that_follow_or_none_beside_the_devices() -> None:
+    assert models_needed(GRAPH, "actor_train_step") == ("actor",)
+    assert models_needed(GRAPH, "reference_follows_actor") == ("actor", "reference")
+    assert models_needed(ruled_graph(), "judge") == ()
 
 
 @pytest.mark.parametrize(

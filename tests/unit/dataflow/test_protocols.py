@@ -105,6 +105,8 @@ def test_peers_in_a_pass_through_the_model_have_the_same_samples(layout: Layout)
 def test_generation_must_divide_training() -> None:
     with pytest.raises(UserError, match="3D_ALL_MICRO_DP: tp=4 and pp=1 of generation must divide tp=2 and pp=2"):
         all_micro_dp(ParallelStrategy(tp=4)).distribute(EIGHT)
+    with pytest.raises(UserError, match="3D_ALL_MICRO_DP: tp=1 and pp=4 of generation must divide tp=2 and pp=2"):
+        all_micro_dp(ParallelStrategy(pp=4)).collect(EIGHT)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,18 @@ def test_a_protocol_that_contradicts_itself(division: Division, collected: tuple
     mine = TransferProtocol(name="MINE", distribute=lambda _: division, collect=lambda _: collected)
     with pytest.raises(UserError, match=re.escape(message)):
         mine.check(EIGHT)
+
+
+def test_devices_and_parts_that_contradict_a_layout_are_named_in_their_order() -> None:
+    layout = Layout(DeviceMesh(4, 8), SMALL)
+    for division, collected, message in (
+        (Division(2, {4: 8, 5: 1}), (4,), "MINE cuts a batch into 2 parts and gives [1, 8] to dp2 tp2 pp2 on devices"),
+        (Division(1, {4: 0}), (8, 5, 4), "MINE collects outputs of [5, 8], which get nothing"),
+        (Division(1, {16: 0, 3: 0}), (16,), "MINE: devices [3, 16] are not of dp2 tp2 pp2 on devices 4-11"),
+    ):
+        given = {"distribute": lambda _, result=division: result, "collect": lambda _, result=collected: result}
+        with pytest.raises(UserError, match=re.escape(f"protocol {message}")):
+            TransferProtocol(name="MINE", **given).check(layout)
 
 
 class Rule(InterfaceConfig):
