@@ -160,9 +160,11 @@ class ModelFunctionCallDef:
 
     def check_protocol(self, layout: Layout) -> None:
         """Raises UserError if the call cannot run under its protocol in `layout`."""
+        if self.protocol is not THREE_D_PROTO:
+            self._check_protocol(layout)
+
+    def _check_protocol(self, layout: Layout) -> None:
         protocol, usual = self.protocol, THREE_D_PROTO
-        if protocol is usual:
-            return
         try:
             protocol.check(layout)
         except UserError as error:
