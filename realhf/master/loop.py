@@ -221,7 +221,7 @@ class Dispatcher:
                         records[node] = CallRecord(node, planned.model_of(node.call))
                         pending[node] = await self._issue(planned, node, directory)
                     case FinishStep(step):
-                        directories.pop(step, None)
+                        del directories[step]
                         await self._broadcast(FreeBatch(batch=BatchKey(planned.split, step)))
                         on_step(step, [records.pop(node) for node in sorted(records) if node.step == step])
 
@@ -246,14 +246,15 @@ class Dispatcher:
                 record.take_state(worker, reply.state)
             record.stats_of[worker] = reply.stats
             directories[node.step].record(worker, reply.outputs)
-            pending[node] -= 1
-            if not pending[node]:
-                del pending[node]
-                record.add_up_stats()
-                if planned.split == "train" and record.state is not None:
-                    self.states[node.call] = record.state[1]
-                await self._push(planned, node, directories[node.step])
-                await perform(queue.ended(node))
+            left = pending.pop(node) - 1
+            if left:
+                pending[node] = left
+                continue
+            record.add_up_stats()
+            if planned.split == "train" and record.state is not None:
+                self.states[node.call] = record.state[1]
+            await self._push(planned, node, directories[node.step])
+            await perform(queue.ended(node))
         await self._drain()
         return is_whole
 
@@ -280,7 +281,7 @@ class Dispatcher:
         definition, plan = planned.graph.calls[node.call], planned.calls[node.call]
         batch, layout = BatchKey(planned.split, node.step), plan.layout
         version, is_copy = planned.version(node), planned.is_copy(definition)
-        if is_copy and planned.movers[node.call]:  # else it takes over another call's copy
+        if planned.movers[node.call]:  # else it computes at home, or takes over another call's copy
             message = Reallocate(
                 request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout, version=version
             )

@@ -323,10 +323,13 @@ def test_requests_without_a_prediction_have_the_longest_deadline_of_the_plan() -
     plan = ExecutionPlan(num_devices=2, calls=calls, offload=("reward",))
     workers = Workers(2, deadlines=Deadlines(floor_s=60.0, factor=5.0, longest_predicted_s=40.0))
     expected: dict[str, set[float]] = {}
+    alone, together = set[str](), set[str]()
     expect = workers.dispatcher._open.expect
 
     def noted(worker: int, request: Request, *thread: Thread) -> int:
         expected.setdefault(request.what, set()).add(request.deadline_s)
+        what = "preparation" if request.prepares else request.what.partition(" ")[0]
+        (together if request.together else alone).add(what)
         return expect(worker, request, *thread)
 
     workers.dispatcher._open.expect = noted  # type: ignore[method-assign]
@@ -338,6 +341,9 @@ def test_requests_without_a_prediction_have_the_longest_deadline_of_the_plan() -
     assert set().union(*unpredicted.values()) == {200.0}
     assert deadlines["actor_generate"] == {200.0}
     assert deadlines["critic_inference"] == deadlines["actor_train_step"] == {60.0}
+    # What workers do with each other has its time from when the last of them has come to it.
+    assert alone == {"preparation", "load", "offload", "checkpoint"}
+    assert together == {"reallocation", *GRAPH.calls}
 
 
 def test_statistics_do_not_depend_on_the_order_of_replies() -> None:

@@ -29,10 +29,16 @@ class Workers:
     length = staticmethod(lambda key, sample: 3)
     state: Callable[[int, CallFunction], dict[str, float]] = staticmethod(lambda worker, call: {})
 
-    def __init__(self, num_workers: int, graph: DataflowGraph = GRAPH, deadlines: Deadlines | None = None):
+    def __init__(
+        self,
+        num_workers: int,
+        graph: DataflowGraph = GRAPH,
+        deadlines: Deadlines | None = None,
+        on_span: Callable[[int, Span], None] = lambda *_: None,
+    ):
         self.graph = graph
         self.now_s = 0.0
-        self.dispatcher = Dispatcher(self.send, num_workers, lambda *_: None, lambda: self.now_s, deadlines)
+        self.dispatcher = Dispatcher(self.send, num_workers, on_span, lambda: self.now_s, deadlines)
         self.got: list[tuple[int, ToWorker]] = []
 
     async def send(self, worker: int, message: ToWorker) -> None:
