@@ -36,6 +36,8 @@ from realhf.transport.messages import (
     Transfer,
 )
 
+_SET_LATER = 0  # the id of a request: `Moves` gives each worker's message its own
+
 
 @dataclass
 class CallRecord:
@@ -283,7 +285,12 @@ class Dispatcher:
         version, is_copy = planned.version(node), planned.is_copy(definition)
         if planned.movers[node.call]:  # else it computes at home, or takes over another call's copy
             message = Reallocate(
-                request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout, version=version
+                request_id=_SET_LATER,
+                batch=batch,
+                call=node.call,
+                model=definition.model_name,
+                layout=layout,
+                version=version,
             )
             what = f"reallocation of {definition.model_name} for {_name(node, batch)}"
             request = Request(what, self._deadlines.longest_s, together=True)
@@ -317,7 +324,7 @@ class Dispatcher:
 
     async def _follow(self, planned: PlannedGraph, node: Node, _: DataDirectory) -> int:
         batch, target = BatchKey(planned.split, node.step), planned.graph.follows[node.call].target
-        message = FollowParameters(request_id=0, batch=batch, name=node.call)
+        message = FollowParameters(request_id=_SET_LATER, batch=batch, name=node.call)
         request = Request(_name(node, batch), self._deadlines.longest_s, node, together=True)
         devices, movers = planned.devices[node.call], planned.movers[node.call]
         await self._moves.prepare(node, target, planned.homes[target], devices, movers, request, message)
