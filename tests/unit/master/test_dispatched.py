@@ -14,6 +14,8 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master import loop
 from realhf.master.data import DataDirectory
 from realhf.master.loop import CallRecord, PlannedGraph
+from realhf.master.open_requests import Thread
+from realhf.master.replies import Request
 from realhf.master.state import Node
 from realhf.transport.messages import (
     BatchKey,
@@ -42,7 +44,11 @@ from tests.unit.master.workers import Workers
 ZERO, ONE = (Layout(DeviceMesh(device, 1), ParallelStrategy()) for device in (0, 1))
 ON_ZERO, ON_ONE = CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
 ACTOR = DataflowGraph(
-    [call("actor", GENERATE, ["prompt"], ["seq"]), call("actor", TRAIN_STEP, ["seq"], mini_batches=2)], ["prompt"]
+    [
+        call("actor", GENERATE, ["prompt"], ["seq"]),
+        call("actor", TRAIN_STEP, ["prompt", "seq"], mini_batches=2),  # a part of what it reads is in the data set
+    ],
+    ["prompt"],
 )
 APART = {
     "actor_generate": CallPlan(devices=(1, 1), micro_batches=2, compute=CallCompute(decode_graphs="call")),
@@ -169,6 +175,21 @@ def test_an_evaluation_has_its_versions_and_none_of_the_numbers_that_training_ke
     assert [(made.batch, made.version, made.state) for made in calls] == [(BatchKey("evaluation", 2), 7, {})] * 2
     assert workers.got[-1] == (0, FreeBatch(batch=BatchKey("evaluation", 2)))
     assert workers.dispatcher.states == {"actor_generate": {"count": 5.0}}
+
+
+def test_calls_beside_the_devices_are_asked_of_the_thread_that_runs_them() -> None:
+    graph = DataflowGraph([call("actor", GENERATE, ["prompt"], ["seq"]), rule("judge", ["seq"])], ["prompt"])
+    workers = Workers(1, graph)
+    threads: dict[str, str] = {}
+    expect = workers.dispatcher._open.expect
+
+    def noted(worker: int, request: Request, thread: Thread) -> int:
+        threads[request.what] = thread
+        return expect(worker, request, thread)
+
+    workers.dispatcher._open.expect = noted  # type: ignore[method-assign, assignment]
+    run(workers, planned_of(graph, dict.fromkeys(graph.calls, ON_ZERO)), [("actor_generate", 0), ("judge", 0)])
+    assert threads == {"actor_generate of step 1": "calls", "judge of step 1": "beside"}
 
 
 def test_a_call_beside_the_devices_has_no_copy_and_is_its_own_model() -> None:

@@ -28,7 +28,7 @@ from realhf.rundir.run import Deadlines, RunSpec
 from realhf.rundir.samples import Sample
 from realhf.rundir.starts import StaleStartError, begin_start, current_start
 from realhf.rundir.status import read_status
-from realhf.transport.messages import CheckpointWritten, Completion, Reply, Span
+from realhf.transport.messages import CheckpointWritten, Completion, Reply, Span, Split
 from tests.unit.api.calls import call
 from tests.unit.master.test_master import Clock, ScriptedServer
 
@@ -144,6 +144,10 @@ def completion(sample: int) -> Completion:
     return Completion(sample=sample, prompt="ba", response=f"ab{sample}", reward=0.5)
 
 
+def sample(step: int, number: int, split: Split) -> Sample:
+    return Sample(step=step, sample=number, split=split, prompt="ba", response=f"ab{number}", reward=0.5)
+
+
 def test_a_step_leaves_a_line_its_samples_its_state_and_its_statistics(directory: RunDirectory) -> None:
     """Steps count from 1 in files. The step before ended at 9 s; a model that follows has no version of weights."""
     run = run_of()
@@ -163,12 +167,7 @@ def test_a_step_leaves_a_line_its_samples_its_state_and_its_statistics(directory
     assert versions == {"actor_generate": 4, "actor_train_step": 5, FOLLOWS: None}
     assert [json.loads(text)["response"] for text in directory.samples.read_text().splitlines()] == ["ab0", "ab2"]
     assert told.steps == [line]
-    assert told.texts == [
-        [
-            Sample(step=5, sample=sample, split="train", prompt="ba", response=f"ab{sample}", reward=0.5)
-            for sample in (0, 2)
-        ]
-    ]
+    assert told.texts == [[sample(5, 0, "train"), sample(5, 2, "train")]]
     assert '"the last"' in directory.trace.read_text(), "all that has happened can be read"
     assert master._statistics == {"time_s": 6.0, "tokens_per_s": 10.0, "loss": 1.5}
     status = read_status(directory.status)
@@ -248,11 +247,8 @@ EVALUATION = DataflowGraph(
 
 def evaluated(directory: RunDirectory, dataset: SFTDataset, dispatcher: Any) -> tuple[Master, Told]:
     """The evaluation after step 6, in batches of 4: two whole ones of nine rows."""
-    run = run_of(
-        dataset,
-        evaluation=SimpleNamespace(dataset=dataset, batch_size=4, every_steps=None),
-        evaluation_graph=EVALUATION,
-    )
+    evaluation = SimpleNamespace(dataset=dataset, batch_size=4, every_steps=None)
+    run = run_of(dataset, evaluation=evaluation, evaluation_graph=EVALUATION)
     master, told = master_of(run, directory)
     master._dispatcher, master._statistics = dispatcher, {"loss": 1.0, "reward": 9.0}
     asyncio.run(master._evaluate(6))
@@ -275,11 +271,7 @@ def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory,
     assert json.loads(directory.evaluations.read_text()) == line
     assert told.evaluations == [line]
     assert master._statistics == {"loss": 1.0, "reward": 0.5, "length": 3.0}
-    expected = [
-        Sample(step=6, sample=each, split="evaluation", prompt="ba", response=f"ab{each}", reward=0.5)
-        for each in (0, 1, 4)
-    ]
-    assert told.texts == [expected]
+    assert told.texts == [[sample(6, number, "evaluation") for number in (0, 1, 4)]]
     assert [json.loads(text)["sample"] for text in directory.samples.read_text().splitlines()] == [0, 1, 4]
     activity = read_activity(directory.activity("master"))
     assert activity is not None
