@@ -5,6 +5,7 @@ Steps, evaluations and checkpoints are lines of a story here; workers say that t
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from realhf.base.files import write_atomically
 from realhf.master import master as master_module
 from realhf.master.master import Master
+from realhf.master.milestones import Milestones
 from realhf.rundir.ending import EndRequest, request_end
+from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import append_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Deadlines
@@ -32,12 +35,14 @@ class Course:
     """A run of `STEPS` steps of five seconds each, and what came of it.
 
     `story`: steps, evaluations and checkpoints in their order, with "shut down" for each worker at the end.
+    `activities`: what the master said that it was at, whenever it was at something of these.
     `at`: what happens after so many seconds of the run.
     """
 
     def __init__(self, directory: RunDirectory, **spec: Any):
         evaluate = spec.pop("evaluate", ())
-        self.directory, self.story = directory, list[str]()
+        self.directory, self.story, self.activities = directory, list[str](), list[str]()
+        self.statistics: list[dict[str, float]] = []  # that checkpoints were given
         self.unsaved = spec.pop("unsaved", 0)  # checkpoints after so many steps cannot be written
         self.at: list[tuple[float, Callable[[], object]]] = []
         given: dict[str, Any] = {"num_workers": 2, "resume_step": 0, "setup_timeout_s": 60.0, "drift_threshold": 1.5}
@@ -59,6 +64,7 @@ class Course:
             patch.setattr(Master, "_train", self._train)
             patch.setattr(Master, "_evaluate", self._evaluate)
             patch.setattr(master_module, "Saver", lambda *_: _Saver(self))
+            patch.setattr(master_module, "Milestones", partial(Milestones, clock=loop.time))
             runner.run(self._made(clock))
         status = read_status(self.directory.status)
         assert status is not None
@@ -74,12 +80,19 @@ class Course:
         self.master = Master(self.run, self.directory, _Server(self, script, clock))  # type: ignore[arg-type]
         await self.master.run()
 
+    def note_activity(self) -> None:
+        activity = read_activity(self.directory.activity("master"))
+        assert activity is not None
+        self.activities.append(activity.text)
+
     async def _train(self, first: int, last: int) -> None:
+        self.note_activity()
         for step in range(first, last):
             if self.master._dispatcher._ends_soon:
                 return
             await asyncio.sleep(STEP_S)
             self.master._step = step + 1
+            self.master._statistics = {"loss": 1.0 / (step + 1)}
             self.story.append(f"step {step + 1}")
 
     async def _evaluate(self, step: int) -> None:
@@ -94,12 +107,15 @@ class _Saver:
 
     async def begin(self, step: int, statistics: dict[str, float]) -> None:
         self._course.story.append(f"checkpoint {step}")
+        self._course.statistics.append(statistics)
+        self._course.note_activity()
         await asyncio.sleep(SAVE_S)
         if step != self._course.unsaved:
             self.saved_step = step
 
     async def settle(self) -> None:
         self._course.story.append("settled")
+        self._course.note_activity()
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -142,6 +158,21 @@ def test_evaluations_and_checkpoints_have_their_turns(directory: RunDirectory) -
     ]
 
 
+def test_as_many_steps_are_begun_as_the_time_to_the_next_checkpoint_has(directory: RunDirectory) -> None:
+    """Every fifteen seconds: after a step of five to measure two more, then twelve seconds behind each checkpoint."""
+    course = Course(directory, checkpoint_every_minutes=0.25)
+    assert course.end() == ("done", "")
+    assert course.story == [
+        *(*steps(1, 3), "checkpoint 3", *steps(4, 6), "checkpoint 6", "step 7", "checkpoint 7", *ENDED),
+    ]
+    assert course.activities == [
+        *("training, step 1", "training, steps 2 to 3", "checkpoint after step 3"),
+        *("training, steps 4 to 6", "checkpoint after step 6", "training, step 7", "checkpoint after step 7"),
+        "waiting for the last checkpoint to be written",
+    ]
+    assert course.statistics == [{"loss": 1.0 / step} for step in (3, 6, 7)]
+
+
 @pytest.mark.parametrize(("request_", "state"), [(ASKED, "stopped"), (NOTICE, "requeued")])
 def test_a_run_that_is_asked_to_end_does_so_after_its_step(
     directory: RunDirectory, request_: EndRequest, state: str
@@ -151,6 +182,8 @@ def test_a_run_that_is_asked_to_end_does_so_after_its_step(
     course.at = [(1.5 * STEP_S, lambda: request_end(directory.stop, request_))]
     assert course.end() == (state, f"ended after step 2, {request_.in_words}")
     assert course.story == ["evaluation 0", "step 1", "step 2", "settled", "checkpoint 2", *ENDED]
+    assert course.activities[2] == "checkpoint after step 2, the last one"
+    assert course.statistics == [{"loss": 0.5}]
 
 
 def test_a_checkpoint_is_not_written_twice_when_a_run_is_asked_to_end(directory: RunDirectory) -> None:
