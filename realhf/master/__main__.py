@@ -28,7 +28,8 @@ from realhf.transport.server import Server
 logger = logging.getLogger("realhf.master")
 
 # A shared file system may take a while to notice that the node of an earlier master is gone.
-LOCK_WAIT_S = 120.0
+_LOCK_WAIT_S = 120.0
+_ONCE_MORE_S = 0.1  # between tries to cancel
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -59,7 +60,7 @@ async def serve(directory: RunDirectory, run: Run, host: str, begun: Callable[[a
 def carry_out(directory: RunDirectory, run: Run, host: str, begun: Callable[[asyncio.Task[None]], None]) -> int:
     """Runs the experiment to its end; returns the exit code. `begun`: see `serve`."""
     try:
-        with writing_a_run(), directory.lock(MASTER, wait_s=LOCK_WAIT_S):
+        with writing_a_run(), directory.lock(MASTER, wait_s=_LOCK_WAIT_S):
             asyncio.run(serve(directory, run, host, begun))
     except (RunError, UserError) as error:
         logger.error("%s", error)
@@ -94,7 +95,7 @@ def in_process(path: str, host: str) -> Generator[None, None, int]:
                 for cancel in cancels:
                     with contextlib.suppress(RuntimeError):  # it has ended
                         cancel()
-                thread.join(0.1)
+                thread.join(_ONCE_MORE_S)
     return codes[0] if codes else 1
 
 
