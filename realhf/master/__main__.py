@@ -96,7 +96,7 @@ def in_process(path: str, host: str) -> Generator[None, None, int]:
                     with contextlib.suppress(RuntimeError):  # it has ended
                         cancel()
                 thread.join(_ONCE_MORE_S)
-    return codes[0] if codes else 1
+    return codes.pop() if codes else 1
 
 
 def main() -> int:

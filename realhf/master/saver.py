@@ -38,7 +38,8 @@ class Saver:
         self._run, self._directory, self._dispatcher, self._start_id = run, directory, dispatcher, start_id
         self._initial_steps = run.initial_steps  # now: the checkpoints that models start from may go during the run
         self._writing: set[int] = set()  # workers
-        self._under_way, self._step = "", 0
+        self._under_way = ""
+        self._step: int  # of the checkpoint under way
         self._all_written = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()

@@ -4,12 +4,15 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from random import Random
+from typing import get_args
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.interface import SampleDType
 from realhf.dataflow.protocols import (
     ALL_TO_ALL,
     ONE_TO_ALL,
@@ -17,10 +20,11 @@ from realhf.dataflow.protocols import (
     THREE_D_PP_AS_DP,
     THREE_D_PP_ONLY,
     THREE_D_PROTO,
+    Division,
     TransferProtocol,
 )
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.master.data import DataDirectory, Partition, length_key, partition
+from realhf.master.data import DataDirectory, Partition, Round, _item_bytes, dataset_sequences, length_key, partition
 from realhf.transport.messages import KeyMetadata
 from tests.unit.api.calls import Nothing, call
 
@@ -85,6 +89,8 @@ def test_a_partition_by_tokens_by_hand() -> None:
     # 9 and 1, 7 and 2 (10 and 9 tokens); 5 and 5, 5 and 5, as they stand.
     lengths = dict(enumerate([9, 7, 2, 1, 5, 5, 5, 5]))
     assert partition(8, 2, 2, lengths) == [[(0, 3), (4, 5)], [(1, 2), (6, 7)]]
+    # The longest come first, and a rank has its samples in their order all the same: 9 and 1, 7 and 2.
+    assert partition(4, 1, 2, dict(enumerate([1, 2, 7, 9]))) == [[(0, 3)], [(1, 2)]]
     # One sample a rank: nothing to gain.
     assert partition(4, 1, 4, lengths) == [[(0,)], [(1,)], [(2,)], [(3,)]]
 
@@ -130,6 +136,14 @@ def test_the_lengths_of_the_first_sequence_that_is_made_divide() -> None:
     )
     keys = {name: length_key(graph, made) for name, made in graph.calls.items()}
     assert keys == {"policy_generate": None, "reward_train_step": "sample", "other_inference": "score"}
+
+
+def test_the_first_input_is_the_sequence_of_a_call_that_names_none() -> None:
+    class Pairs(Nothing):
+        sequence_keys = ("chosen", "sample")
+
+    assert dataset_sequences(call("m", TRAIN_STEP, ["first", "second"])) == ("first",)
+    assert dataset_sequences(call("m", TRAIN_STEP, ["first"], interface_impl=Pairs())) == ("chosen", "sample")
 
 
 @dataclass
@@ -305,3 +319,80 @@ def test_peers_in_a_node_get_a_sample_by_a_tree(peers: int, rounds: int) -> None
     moves = workers.directory.plan_transfer(layout, partition(BATCH_SIZE, 1, 1), ["seq"])
     assert len(moves) <= rounds
     assert max(sum(len(of_round[w].sends) for of_round in moves if w in of_round) for w in range(peers)) == rounds
+
+
+@pytest.mark.parametrize("dtype", get_args(SampleDType))
+def test_a_number_has_the_bytes_that_it_has_in_torch(dtype: SampleDType) -> None:
+    assert _item_bytes(dtype) == getattr(torch, dtype).itemsize
+
+
+def column(*ids: int, dtype: SampleDType = "uint8", trailing: tuple[int, ...] = (), length: int = 1) -> KeyMetadata:
+    return KeyMetadata(dtype=dtype, trailing=trailing, ids=ids, lengths=(length,) * len(ids))
+
+
+def directory_of(*held: tuple[int, str, KeyMetadata]) -> DataDirectory:
+    directory = DataDirectory()
+    for worker, key, metadata in held:
+        directory.record(worker, {key: metadata})
+    return directory
+
+
+def sent(rounds: list[Round]) -> list[list[tuple[int, int, str, tuple[int, ...]]]]:
+    """(sender, receiver, key, samples) of each round, in the order in which they are sent."""
+    return [
+        [(worker, send.peer, send.key, send.ids) for worker, moves in of_round.items() for send in moves.sends]
+        for of_round in rounds
+    ]
+
+
+def mine(part_of: dict[int, int]) -> TransferProtocol:
+    """Gives each device the part that it says; nothing is collected."""
+    division = Division(1 + max(part_of.values()), part_of)
+    return TransferProtocol(name="MINE", distribute=lambda _: division, collect=lambda _: ())
+
+
+THREE = Layout(DeviceMesh(0, 3), ParallelStrategy(dp=3))
+
+
+def test_the_largest_goes_first_and_the_next_ones_from_whoever_is_free_sooner() -> None:
+    """In bytes: 80 from worker 0, then 60 from worker 1, which is free first for the last 15."""
+    columns = {
+        "few_wide": column(0, dtype="int64", trailing=(5, 2)),
+        "many": column(0, dtype="float32", length=15),
+        "marks": column(0, dtype="bool", length=15),
+    }
+    directory = directory_of(*((worker, key, made) for worker in (0, 1) for key, made in columns.items()))
+    rounds = directory.plan_transfer(THREE, [[(0,)]], columns, mine({2: 0}))
+    assert sent(rounds) == [[(0, 2, "few_wide", (0,)), (1, 2, "many", (0,)), (1, 2, "marks", (0,))]]
+    lengths = {"long": column(0, length=100), "short": column(0, dtype="int64", length=5), "wide": column(0, length=30)}
+    directory = directory_of(*((worker, key, made) for worker in (0, 1) for key, made in lengths.items()))
+    rounds = directory.plan_transfer(THREE, [[(0,)]], lengths, mine({2: 0}))
+    assert sent(rounds) == [[(0, 2, "long", (0,)), (1, 2, "short", (0,)), (1, 2, "wide", (0,))]]
+
+
+def test_a_plan_depends_on_no_order_in_which_things_are_named() -> None:
+    """Not on that of keys, of workers, or of a worker's samples."""
+    held = [(worker, key, column(0, 5)) for worker in (0, 3) for key in ("a", "b")]
+    first = directory_of(*held).plan_transfer(THREE, [[(0, 5)]], ["a", "b"], mine({1: 0, 2: 0}))
+    other = directory_of(*held[::-1]).plan_transfer(THREE, [[(5, 0)]], ["b", "a"], mine({2: 0, 1: 0}))
+    assert first == other
+    assert sent(first) == [[(sender, to, key, (0, 5)) for sender, to in ((0, 1), (3, 2)) for key in ("a", "b")]]
+    # Of samples that others lack: the first one from the first worker.
+    rounds = directory_of((0, "a", column(0, 5)), (3, "a", column(0, 5))).plan_transfer(
+        THREE, [[(5,)], [(0,)]], ["a"], mine({1: 0, 2: 1})
+    )
+    assert sent(rounds) == [[(0, 2, "a", (0,)), (3, 1, "a", (5,))]]
+
+
+def test_a_message_has_its_samples_in_order_and_a_worker_its_messages() -> None:
+    """Sample 1, which is longer, is planned first, and the key `b` before `a`."""
+    lengths = KeyMetadata(dtype="uint8", trailing=(), ids=(0, 1), lengths=(3, 100))
+    directory = directory_of((0, "a", lengths), (0, "b", column(0, 1, length=500)))
+    rounds = directory.plan_transfer(THREE, [[(0, 1)], [(0,)]], ["a", "b"], mine({1: 0, 2: 1}))
+    to_one = [(key, ids) for sender, receiver, key, ids in sent(rounds)[0] if (sender, receiver) == (0, 1)]
+    assert to_one == [("a", (0, 1)), ("b", (0, 1))]
+
+
+def test_of_several_holders_that_are_free_the_first_by_number_sends() -> None:
+    directory = directory_of((8, "a", column(0)), (1, "a", column(0)))
+    assert sent(directory.plan_transfer(THREE, [[(0,)]], ["a"], mine({2: 0}))) == [[(1, 2, "a", (0,))]]

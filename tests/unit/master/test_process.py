@@ -155,6 +155,24 @@ def test_how_a_run_ends_is_its_exit_code(
         pass
 
 
+def test_a_master_waits_for_the_end_of_one_before_it(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def lock(_: RunDirectory, holder: str, wait_s: float = 0.0) -> Iterator[None]:
+        waited.append((holder, wait_s))
+        yield
+
+    async def serve(*_: object) -> None: ...
+
+    monkeypatch.setattr(RunDirectory, "lock", lock)
+    monkeypatch.setattr(process, "serve", serve)
+    assert process.carry_out(directory, RUN, HOST, lambda _: None) == 0
+    ((holder, wait_s),) = waited
+    assert holder == "master"
+    assert wait_s >= 60.0, "a shared file system takes a while to notice that a node is gone"
+
+
 @pytest.mark.parametrize(
     ("arguments", "address", "expected"),
     [

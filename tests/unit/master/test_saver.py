@@ -1,6 +1,7 @@
 """Checkpoints beside training: what waits for what, and what is said when one cannot be written."""
 
 import asyncio
+import math
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.architecture.compute import Computation
 from realhf.base.errors import RunError
-from realhf.dataflow.plan import ExecutionPlan
+from realhf.base.files import write_atomically
+from realhf.dataflow.plan import ExecutionPlan, plan_digest
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master.saver import Saver
 from realhf.models.checkpoint import save_model, write_pieces
@@ -22,6 +24,7 @@ from realhf.rundir.checkpoints import check, saved_steps
 from realhf.rundir.events import read_events
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Deadlines
+from realhf.rundir.starts import StaleStartError
 from realhf.transport.messages import CheckpointWritten, Span
 from tests.unit.launch.saved_runs import MODEL
 from tests.unit.models.test_checkpoint import random_state
@@ -38,11 +41,12 @@ class Workers:
 
     def __init__(self) -> None:
         self.asked: list[Path] = []
+        self.writers: list[dict[int, tuple[str, ...]]] = []
         self.last: list[bool] = []
         self.states: dict[str, dict[str, float]] = {}
 
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]], *, is_last: bool) -> None:
-        assert writers in ({0: ("actor",), 1: ("actor",)}, {})
+        self.writers.append(writers)
         self.asked.append(Path(directory))
         self.last.append(is_last)
 
@@ -63,6 +67,8 @@ def play(
     call_timeout_s: float = 600.0,
     setup: ModelSetup = TRAINED,
     changing: tuple[str, ...] = ("actor",),
+    trained: tuple[str, ...] = ("actor",),
+    start_id: str = "",
     **spec: Any,
 ) -> RunDirectory:
     """Runs `scenario` beside the saver's own task."""
@@ -72,19 +78,19 @@ def play(
         experiment=SimpleNamespace(seed=5, steps=9),
         settings=SimpleNamespace(batch_size=8),
         plan=ExecutionPlan(num_devices=2, calls={}),
-        graph=SimpleNamespace(models={"actor": MODEL}, versions_kept=lambda _: 1),
-        homes={"actor": HOME},
+        graph=SimpleNamespace(models=dict.fromkeys(("actor", *changing), MODEL), versions_kept=lambda _: 1),
+        homes=dict.fromkeys(("actor", *changing), HOME),
         deadlines=Deadlines(floor_s=call_timeout_s),
-        models={"actor": setup},
-        computations={"actor": Computation()},
+        models=dict.fromkeys(("actor", *changing), setup),
+        computations=dict.fromkeys(("actor", *changing), Computation()),
         changing_models=list(changing),
-        optimizer_steps=lambda _: 3,
-        initial_steps={"actor": initial_optimizer_steps(setup)},
+        optimizer_steps=lambda model: 3 if model in trained else 0,
+        initial_steps=dict.fromkeys(("actor", *changing), initial_optimizer_steps(setup)),
     )
 
     async def main() -> None:
         workers = Workers()
-        saver = Saver(run, directory, workers)  # type: ignore[arg-type]
+        saver = Saver(run, directory, workers, start_id)  # type: ignore[arg-type]
         task = asyncio.create_task(saver.run())
         try:
             await scenario(saver, workers, task)
@@ -107,9 +113,13 @@ def test_training_goes_on_until_the_next_checkpoint_is_due(tmp_path: Path) -> No
         workers.write(saver, 1)
         await second
         assert len(workers.asked) == 2
+        await asyncio.sleep(0.05)
+        assert saver.saved_step == 2, "it waits for the workers once more"
         for worker in (1, 0):
             workers.write(saver, worker)
         await saver.settle()
+        assert saver.saved_step == 4
+        assert workers.writers == [{0: ("actor",), 1: ("actor",)}] * 2
 
     directory = play(tmp_path, scenario)
     assert saved_steps(directory.checkpoints) == [2, 4]
@@ -278,3 +288,63 @@ def test_the_last_one_has_to_be_written(tmp_path: Path) -> None:
             fail(saver, workers, 0)
 
     play(tmp_path, scenario, checkpoint_failures=5)
+
+
+def test_a_checkpoint_says_all_of_the_run_that_whoever_goes_on_needs(tmp_path: Path) -> None:
+    """Numbers that are none cannot be written as JSON, and calls that keep no numbers are left out."""
+
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        workers.states = {"train": {"kl_coef": 0.5}, "generate": {}}
+        await saver.begin(2, {"loss": 0.5, "nothing": math.nan, "too_much": math.inf})
+        for worker in (0, 1):
+            workers.write(saver, worker)
+        await saver.settle()
+
+    directory = play(tmp_path, scenario)
+    state = check(directory.checkpoints / "step-2")
+    assert (state.step, state.seed, state.samples, state.num_workers) == (2, 5, 16, 2)
+    assert state.plan_sha256 == plan_digest(ExecutionPlan(num_devices=2, calls={}))
+    assert (state.calls, state.statistics) == ({"train": {"kl_coef": 0.5}}, {"loss": 0.5})
+    assert (state.optimizer_steps, list(state.models)) == ({"actor": 6}, ["actor"])
+    assert read_index(directory.checkpoints / "step-2/actor").metadata == {"step": 2, "seed": 5, STEPS_KEY: 6}
+
+
+def test_workers_write_models_by_name_and_one_that_follows_has_no_optimizer_steps(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        await saver.begin(2, {})
+        assert workers.writers == [{0: ("actor", "mean"), 1: ("actor", "mean")}]
+        for worker in (0, 1):
+            for model, with_optimizer in (("actor", True), ("mean", False)):
+                boxes = state_owners(MODEL, HOME, "float32", with_optimizer=with_optimizer)[worker]
+                pieces = [(box, torch.full(box.shape, 1.0)) for box in boxes]
+                write_pieces(workers.asked[0] / model, worker, pieces, hashed=True)
+            saver.written(worker, CheckpointWritten(directory=str(workers.asked[0]), span=SPAN))
+        await saver.settle()
+
+    directory = play(tmp_path, scenario, changing=("mean", "actor"))
+    assert check(directory.checkpoints / "step-2").optimizer_steps == {"actor": 6}
+    assert STEPS_KEY not in read_index(directory.checkpoints / "step-2/mean").metadata
+
+
+def test_each_start_writes_into_a_folder_of_its_own_and_a_stale_one_completes_nothing(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, task: asyncio.Task) -> None:
+        await saver.begin(2, {})
+        assert workers.asked == [tmp_path / "run/checkpoints/.step-2.12345678.part"]
+        write_atomically(tmp_path / "run/launcher/start", b"87654321\n")
+        for worker in (0, 1):
+            workers.write(saver, worker)
+        with pytest.raises(StaleStartError):
+            await task
+
+    assert saved_steps(play(tmp_path, scenario, start_id="12345678").checkpoints) == []
+
+
+def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75), (4, 1.0)):
+            await saver.begin(step, {"loss": loss})
+            for worker in (0, 1):
+                workers.write(saver, worker)
+        await saver.settle()
+
+    assert saved_steps(play(tmp_path, scenario, keep_checkpoints=1, keep_best="min:loss").checkpoints) == [2, 4]

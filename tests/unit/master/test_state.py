@@ -479,3 +479,50 @@ def test_after_a_cut_only_the_steps_that_have_begun_are_ended() -> None:
     assert queue.ended(Node(0, "b_inference")) == [FinishStep(0), Issue(Node(1, "b_inference"))]
     assert queue.ended(Node(1, "b_inference")) == [FinishStep(1)]
     assert queue.finished
+
+
+# Two rules that read the data set alone, and a call with a model.
+RULED = DataflowGraph([rule("z", ["x"]), rule("a", ["x"]), call("m", INFERENCE, ["x"])], ["x"])
+ON = {"z": frozenset[int](), "a": frozenset[int](), "m_inference": frozenset({0})}
+
+
+def queue_of_rules(steps: int, window: int) -> CallQueue:
+    rules = [(name, step) for step in reversed(range(steps)) for name in ("z", "a")]
+    return CallQueue(RULED, [*rules, *(("m_inference", step) for step in range(steps))], ON, window)
+
+
+def issues(step: int, *names: str) -> list[Action]:
+    return [Issue(Node(step, name)) for name in names]
+
+
+def test_calls_beside_the_devices_come_first_step_by_step_and_as_listed() -> None:
+    """In as many steps as may be in flight, whatever the order of steps in the plan's order."""
+    assert queue_of_rules(3, window=1).start() == issues(0, "z", "a", "m_inference")
+    queue = queue_of_rules(3, window=2)  # a call waits for that of the step before
+    assert queue.start() == issues(0, "z", "a", "m_inference")
+    assert queue.ended(Node(0, "z")) == issues(1, "z")
+    assert queue.ended(Node(0, "a")) == issues(1, "a")
+    assert queue.ended(Node(1, "z")) == []
+
+
+def test_steps_that_have_not_begun_are_cut_with_all_their_calls() -> None:
+    queue = queue_of_rules(3, window=1)
+    assert queue.start() == issues(0, "z", "a", "m_inference")
+    assert queue.cut()
+    assert not queue.cut(), "nothing is left to cut"
+    assert not queue.finished
+    assert [queue.ended(Node(0, name)) for name in ("z", "a")] == [[], []]
+    assert queue.ended(Node(0, "m_inference")) == [FinishStep(0)]
+    assert queue.finished
+    queue = queue_of_rules(2, window=1)  # none has begun
+    assert queue.cut()
+    assert queue.finished
+    assert queue.start() == []
+
+
+def test_a_step_that_has_begun_is_not_cut() -> None:
+    queue = queue_of_rules(2, window=2)
+    queue.start()
+    queue.ended(Node(0, "z"))  # for which that of step 1 has waited
+    assert not queue.cut()
+    assert queue.ended(Node(0, "a")) == issues(1, "a")
