@@ -18,7 +18,7 @@ from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec, module_of
 
 # How long a poll executes requests before it returns; what else the launching process does has to wait for it.
-POLL_S = 0.5
+_POLL_S = 0.5
 
 
 @dataclass
@@ -80,7 +80,7 @@ class InProcessLauncher(Launcher):
 
     def poll(self) -> list[Exit]:
         # Until the caller has been back once it does not look for Ctrl-C.
-        until_s = time.monotonic() + (POLL_S if self._is_watched else 0.0)
+        until_s = time.monotonic() + (_POLL_S if self._is_watched else 0.0)
         self._is_watched = True
         exits: list[Exit] = []
         while self._parts and time.monotonic() < until_s:

@@ -27,6 +27,10 @@ class Exit:
     returncode: int
     note: str = ""
 
+    @property
+    def is_killed(self) -> bool:
+        return self.returncode < 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:

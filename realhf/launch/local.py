@@ -138,7 +138,7 @@ def start_child(
     def prepare() -> None:
         if is_idle:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the request was made
             os.kill(os.getpid(), signal.SIGKILL)
 

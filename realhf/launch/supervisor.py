@@ -18,11 +18,11 @@ POLL_S = 0.1
 _NOT_THE_CAUSE = (0, TOLD_RETURNCODE, MASTERLESS_RETURNCODE, UNKNOWN_RETURNCODE)
 # After a first bad end, the others get this long to end as well: the first to be seen is not always the cause, and the
 # master takes a few seconds to find it out (more on a busy machine).
-SETTLE_S = 30.0
+_SETTLE_S = 30.0
 # A worker that ended without telling the master is the cause; others may have ended of the same one in that moment.
-SILENT_SETTLE_S = 1.0
-WORKERS_END_S = 120.0
-STOP_GRACE_S = 3.0
+_SILENT_SETTLE_S = 1.0
+_WORKERS_END_S = 120.0
+_STOP_GRACE_S = 3.0
 LOG_LINES = 8
 # A message has at most twenty lines.
 _DESCRIBED = 2
@@ -32,9 +32,9 @@ _NOT_PASSED_ON = (2, 130, TOLD_RETURNCODE, UNKNOWN_RETURNCODE, MASTERLESS_RETURN
 # The master writes its status every second, on a busy machine too. One that does not for this long is given up.
 MASTER_SILENCE_S = 60.0
 # Shared file systems may show a file late, up to a minute with NFS's defaults.
-FILES_LATE_S = 90.0
+_FILES_LATE_S = 90.0
 # A poll later than this means that this process stood still itself, and has missed signs of life.
-STOOD_STILL_S = 5.0
+_STOOD_STILL_S = 5.0
 
 
 def supervise(
@@ -52,15 +52,15 @@ def supervise(
         RunError: one ended badly. Whatever is raised (Ctrl-C too, unless that `leaves` them), all are stopped first.
     """
     exits: dict[str, Exit] = {}
-    master = _SignsOfLife(job.directory, MASTER_SILENCE_S + launcher.is_remote * FILES_LATE_S)
+    master = _SignsOfLife(job.directory, MASTER_SILENCE_S + launcher.is_remote * _FILES_LATE_S)
     try:
         start() if start else launcher.start(job)
         deadline = math.inf
         while len(exits) < len(job.processes):
-            exits |= {end.name: end for end in sorted(launcher.poll(), key=lambda end: end.returncode >= 0)}
+            exits |= {end.name: end for end in sorted(launcher.poll(), key=lambda end: not end.is_killed)}
             on_poll()
             bad = [end for end in exits.values() if end.returncode != 0]
-            if bad and _is_settled(exits, len(job.processes)):
+            if bad and _is_settled(exits):
                 break
             deadline = min(deadline, time.monotonic() + _patience_s(bad, MASTER in exits))
             if time.monotonic() > deadline:
@@ -82,13 +82,13 @@ def supervise(
         raise _explain(bad, job.directory, launcher)
     if late := [process.name for process in job.processes if process.name not in exits]:
         raise RunError(
-            f"the master ended but {', '.join(late)} did not within {WORKERS_END_S:g} s; logs in {job.directory.logs}"
+            f"the master ended but {', '.join(late)} did not within {_WORKERS_END_S:g} s; logs in {job.directory.logs}"
         )
 
 
 def _stop(launcher: Launcher) -> None:
     try:
-        launcher.stop(grace_s=STOP_GRACE_S)
+        launcher.stop(grace_s=_STOP_GRACE_S)
     except KeyboardInterrupt:  # once more: the user does not want to wait
         launcher.stop(grace_s=0)
         raise
@@ -112,7 +112,7 @@ class _SignsOfLife:
     def check(self) -> None:
         """To be called often. Raises RunError when the master is silent for too long."""
         now_s, updated = time.monotonic(), self._updated()
-        if updated != self._last or now_s - self._checked_s > STOOD_STILL_S:
+        if updated != self._last or now_s - self._checked_s > _STOOD_STILL_S:
             self._last, self._seen_s = updated, now_s
         self._checked_s = now_s
         if self._last != self._first and now_s - self._seen_s > self._silence_s:
@@ -126,23 +126,21 @@ class _SignsOfLife:
         return 0.0 if status is None else status.updated
 
 
-def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:
+def _is_settled(exits: dict[str, Exit]) -> bool:
     """Whether the cause is known: a process was killed, or the master has written down what failed."""
-    return any(end.returncode < 0 for end in exits.values()) or MASTER in exits or len(exits) == num_processes
+    return any(end.is_killed for end in exits.values()) or MASTER in exits
 
 
 def _patience_s(bad: Sequence[Exit], has_master_ended: bool) -> float:
     """How long the others are waited for after these ends."""
     if any(_is_silent(end) for end in bad):
-        return SILENT_SETTLE_S
-    return SETTLE_S if bad else WORKERS_END_S if has_master_ended else math.inf
+        return _SILENT_SETTLE_S
+    return _SETTLE_S if bad else _WORKERS_END_S if has_master_ended else math.inf
 
 
 def _is_silent(end: Exit) -> bool:
     """Whether a process ended badly without a word: it was killed, or is a worker that ended by itself."""
-    if end.returncode < 0:
-        return True
-    return end.name != MASTER and end.returncode not in _NOT_THE_CAUSE
+    return end.is_killed or (end.name != MASTER and end.returncode not in _NOT_THE_CAUSE)
 
 
 def _explain(bad: Sequence[Exit], directory: RunDirectory, launcher: Launcher) -> RunError:
@@ -151,13 +149,13 @@ def _explain(bad: Sequence[Exit], directory: RunDirectory, launcher: Launcher) -
     Of the silent ones, those that ended as the first did: the others may be a consequence.
     """
     silent = [end for end in bad if _is_silent(end)]
-    silent = [end for end in silent if (end.returncode < 0) == (silent[0].returncode < 0)]
+    silent = [end for end in silent if end.is_killed == silent[0].is_killed]
     status = known_status(directory.status)
     if not silent and status is not None and status.state == "failed":
         return RunError(status.message, status.blamed)
     blamed = silent or bad
     workers = [index for end in blamed if (index := worker_of(end.name)) is not None]
-    code = next((end.returncode for end in blamed if end.returncode > 0 and end.returncode not in _NOT_PASSED_ON), 1)
+    code = next((end.returncode for end in blamed if not end.is_killed and end.returncode not in _NOT_PASSED_ON), 1)
     return RunError(_described(blamed, directory, launcher), workers, code)
 
 
@@ -177,7 +175,7 @@ def _described(blamed: Sequence[Exit], directory: RunDirectory, launcher: Launch
 
 
 def _describe(end: Exit, directory: RunDirectory, launcher: Launcher) -> str:
-    if end.returncode < 0:
+    if end.is_killed:
         names = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have none
         how = f"was killed by signal {-end.returncode}{names.get(-end.returncode, '')}"
     else:

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.base.errors import UserError
+from realhf.base.errors import RunError, UserError
+from realhf.launch import local
 from realhf.launch.launcher import Exit, NoOptions
 from realhf.launch.local import LocalLauncher, start_child
 from realhf.launch.process import Job, ProcessSpec, worker_index
@@ -164,3 +165,133 @@ def test_the_index_is_the_workers_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (tmp_path / "logs/master.log").read_text() == "\n"
     assert (tmp_path / "logs/worker-0.log").read_text() == "0\n"
     assert worker_index() == 7
+
+
+class Machine:
+    """Stands in for processes, signals and time: process N ends a while after a signal, or by itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.sent, self.started = 100.0, [], []  # type: ignore[var-annotated]
+        self.ends_s: dict[int, float] = {}
+        self.takes_s: dict[int, float] = {}  # to end after SIGTERM
+        self.descendants: list[list[int]] = []
+        monkeypatch.setattr(local, "time", self)
+        monkeypatch.setattr(local, "start_child", self.start_child)
+        monkeypatch.setattr(local, "_processes_with", self.processes_with)
+        monkeypatch.setattr(os, "killpg", self.send)
+        monkeypatch.setattr(os, "kill", self.send)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += 0.25
+
+    def start_child(self, argv: tuple[str, ...], log: Path, env: dict[str, str]) -> "Process":
+        self.started.append((argv, log, env))
+        return Process(self, len(self.started))
+
+    def send(self, pid: int, number: int) -> None:
+        self.sent.append((self.now_s - 100.0, pid, number))
+        if pid == 99:
+            raise ProcessLookupError
+        takes_s = 0.0 if number == signal.SIGKILL else self.takes_s.get(pid, 1e9)
+        self.ends_s[pid] = min(self.ends_s.get(pid, 1e9), self.now_s + takes_s)
+
+    def processes_with(self, entry: str) -> list[int]:
+        self.entry = entry
+        return self.descendants.pop(0) if self.descendants else []
+
+
+class Process:
+    def __init__(self, machine: Machine, pid: int) -> None:
+        self.machine, self.pid, self.is_reaped = machine, pid, False
+
+    def poll(self) -> int | None:
+        self.is_reaped = self.machine.ends_s.get(self.pid, 1e9) <= self.machine.now_s
+        return self.pid if self.is_reaped else None
+
+    def wait(self) -> None:
+        assert self.poll() is not None, "it would wait for ever"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def started_on(machine: Machine, tmp_path: Path, *names: str) -> LocalLauncher:
+    launcher = LocalLauncher(NoOptions())
+    launcher.start(job(tmp_path, *(ProcessSpec(name=name, argv=(f"run {name}",), env={"OF": name}) for name in names)))
+    return launcher
+
+
+@pytest.mark.parametrize(("takes_s", "killed"), [(0.0, []), (1.0, []), (2.0, []), (2.25, [2])])
+def test_stopping_asks_all_and_kills_those_that_take_too_long(
+    machine: Machine, tmp_path: Path, takes_s: float, killed: list[int]
+) -> None:
+    machine.takes_s = {1: 0.5, 2: takes_s}
+    launcher = started_on(machine, tmp_path, "master", "worker-0", "worker-1")
+    machine.ends_s[3] = 100.0  # by itself: its number may be another's by now
+    launcher.stop(grace_s=2.0)
+    assert machine.sent[:2] == [(0.0, 1, signal.SIGTERM), (0.0, 2, signal.SIGTERM)]
+    assert machine.sent[2:] == [(2.0, pid, signal.SIGKILL) for pid in killed]
+    assert machine.now_s - 100.0 == max(0.5, min(2.0, takes_s)), "no longer than it takes"
+    assert launcher.poll() == []
+    launcher.start(job(tmp_path))
+
+
+def test_the_grace_is_five_seconds_unless_another_is_given(machine: Machine, tmp_path: Path) -> None:
+    started_on(machine, tmp_path, "master").stop()
+    assert machine.sent == [(0.0, 1, signal.SIGTERM), (5.0, 1, signal.SIGKILL)]
+
+
+def test_descendants_are_killed_until_none_is_left(machine: Machine, tmp_path: Path) -> None:
+    machine.descendants = [[7, 99], [7]]  # 99 ends before it is killed
+    launcher = started_on(machine, tmp_path, "master")
+    machine.ends_s[1] = 100.0
+    launcher.stop()
+    kill = signal.SIGKILL
+    assert machine.sent == [(0.0, 7, kill), (0.0, 99, kill), (0.25, 7, kill)]
+    [(argv, log, env)] = machine.started
+    assert (argv, log, env["OF"]) == (("run master",), tmp_path / "logs/master.log", "master")
+    assert machine.entry == f"REALHF_LAUNCH_ID={env['REALHF_LAUNCH_ID']}"
+
+
+def test_descendants_that_cannot_be_killed_are_told(machine: Machine, tmp_path: Path) -> None:
+    machine.descendants = [[7]] * 1000
+    with pytest.raises(RunError, match=r"^processes \[7\] of this run cannot be killed; end them by hand$"):
+        LocalLauncher(NoOptions()).stop()
+    assert machine.now_s == 100.0 + 120.25
+    assert machine.sent[-1] == (120.0, 7, signal.SIGKILL)
+
+
+def test_each_end_is_told_once(machine: Machine, tmp_path: Path) -> None:
+    launcher = started_on(machine, tmp_path, "master", "worker-0")
+    assert launcher.poll() == []
+    machine.ends_s[2] = 100.0
+    assert launcher.poll() == [Exit(name="worker-0", returncode=2)]
+    assert launcher.poll() == []
+    with pytest.raises(AssertionError, match="the last job was not stopped"):
+        launcher.start(job(tmp_path))
+
+
+def test_the_commands_of_a_job_are_shown_as_a_shell_would_take_them(tmp_path: Path) -> None:
+    specs = [ProcessSpec(name=name, argv=("run", "it's")) for name in ("master", "worker-0")]
+    shown = LocalLauncher(NoOptions()).preview(job(tmp_path, *specs))
+    assert shown == """master: run 'it'"'"'s'\nworker-0: run 'it'"'"'s'\n"""
+
+
+def test_a_child_reads_nothing_and_its_errors_are_in_its_log(tmp_path: Path) -> None:
+    child = start_child(
+        ["bash", "-c", "cat; echo printed; echo wrong >&2"], tmp_path / "log", {"PATH": os.environ["PATH"]}
+    )
+    assert child.wait(60) == 0
+    assert (tmp_path / "log").read_text() == "printed\nwrong\n"
+
+
+def test_a_child_whose_parent_has_just_ended_ends_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before it could ask the system to be killed then."""
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda getpid=os.getpid: -1 if getpid() == own else getpid())
+    assert start_child(["sleep", "60"], tmp_path / "log").wait(60) == -signal.SIGKILL

@@ -117,9 +117,10 @@ def test_a_job_is_stopped_or_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     launcher.start(job(tmp_path / "run"))
     assert (launcher.job_id(), launcher.status(), launcher.is_waiting()) == ("17", "job 17: PENDING", True)
     launcher.stop(grace_s=3.0)
+    launcher.stop()
     launcher.leave()
     launcher.stop(grace_s=4.0)
-    assert graces_s == [3.0]
+    assert graces_s == [3.0, 5.0]
 
 
 def test_workers_have_their_share_of_the_cpus_where_there_are_gpus(

@@ -24,12 +24,14 @@ class ScriptedLauncher(Launcher):
     def __init__(self, polls: Sequence[Sequence[Exit]]):
         self.polls = [list(ends) for ends in polls]
         self.started: list[str] = []
-        self.num_stopped = 0
+        self.num_polls = self.num_stopped = 0
 
     def start(self, job: Job) -> None:
         self.started = [process.name for process in job.processes]
 
     def poll(self) -> list[Exit]:
+        self.num_polls += 1
+        assert self.num_polls < 4000, "nobody gives the job up"
         return self.polls.pop(0) if self.polls else []
 
     def stop(self, *, grace_s: float = 5.0) -> None:
@@ -85,8 +87,9 @@ def watch(directory: RunDirectory) -> Watch:
     return watch
 
 
-def test_all_end_well(watch: Watch) -> None:
+def test_all_end_well(watch: Watch, clock: Clock) -> None:
     watch([], [("worker-1", 0)], [], [("master", 0), ("worker-0", 0)])
+    assert clock.now_s < 0.5, "it returns when the last one has ended"
 
 
 def test_a_killed_worker_is_named_with_what_it_did_and_the_end_of_its_log(
@@ -112,9 +115,11 @@ def test_who_was_killed_comes_before_who_failed_because_of_it(watch: Watch, dire
 
 
 def test_what_the_master_has_heard_comes_before_exit_codes(watch: Watch, directory: RunDirectory) -> None:
-    write_status(directory.status, Status(state="failed", step=1, steps=2, message="worker 1 failed in its call"))
-    with pytest.raises(RunError, match=r"^worker 1 failed in its call$"):
+    failed = Status(state="failed", step=1, steps=2, message="worker 1 failed in its call", blamed=(1,))
+    write_status(directory.status, failed)
+    with pytest.raises(RunError, match=r"^worker 1 failed in its call$") as error:
         watch([("worker-1", TOLD_RETURNCODE)], [("worker-0", TOLD_RETURNCODE)], [("master", 1)])
+    assert error.value.workers == {1}
 
 
 def test_a_master_that_ends_for_no_known_reason(watch: Watch, directory: RunDirectory) -> None:
@@ -129,7 +134,7 @@ def test_a_master_that_ends_for_no_known_reason(watch: Watch, directory: RunDire
 
 def test_a_worker_that_fails_before_the_master_hears_of_it(watch: Watch, clock: Clock) -> None:
     with pytest.raises(RunError, match=rf"^worker-0 ended with exit code {TOLD_RETURNCODE} \(node failure\); log: "):
-        watch([("worker-0", TOLD_RETURNCODE)], note="node failure")
+        watch([("worker-1", 0)], [("worker-0", TOLD_RETURNCODE)], note="node failure")
     assert 30 < clock.now_s < 31, "the master was given time to say why"
 
 
@@ -168,6 +173,87 @@ def test_workers_that_outlive_the_master(watch: Watch, directory: RunDirectory, 
     with pytest.raises(RunError, match=re.escape(message)):
         watch([("master", 0)], [("worker-0", 0)])
     assert 120 < clock.now_s < 121
+
+
+@pytest.fixture
+def eighths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polls come every eighth of a second, whose sums are exact."""
+    monkeypatch.setattr(supervisor, "POLL_S", 0.125)
+
+
+@pytest.mark.usefixtures("eighths")
+def test_a_time_is_over_when_more_than_all_of_it_has_passed(watch: Watch, clock: Clock) -> None:
+    for ends, patience_s in (([("master", 0)], 120), ([("worker-0", TOLD_RETURNCODE)], 30), ([("worker-0", 7)], 1)):
+        began_s = clock.now_s
+        with pytest.raises(RunError):
+            watch(ends)
+        assert clock.now_s - began_s == patience_s + 0.125
+
+
+def test_a_caller_may_start_the_job_in_its_own_way_and_is_called_at_each_poll(
+    directory: RunDirectory, clock: Clock
+) -> None:
+    called: list[float] = []
+    launcher = ScriptedLauncher([[], [], [Exit(name=MASTER, returncode=0)]])
+    supervise(
+        launcher,
+        job(directory, ProcessSpec(name=MASTER, argv=("true",))),
+        lambda: called.append(clock.now_s),
+        lambda: launcher.started.append("by its own way"),
+    )
+    assert launcher.started == ["by its own way"]
+    assert called == pytest.approx([0, 0.1, 0.2, 0.3]), "ten times a second, and once after all"
+
+
+def test_of_those_that_ended_at_once_the_killed_ones_are_the_cause(watch: Watch, clock: Clock) -> None:
+    with pytest.raises(RunError, match=r"^worker-1 was killed by signal 11 \(SIGSEGV\)") as error:
+        watch([("worker-0", 7), ("worker-1", -signal.SIGSEGV)])
+    assert (error.value.workers, error.value.returncode) == ({1}, 1)
+    assert clock.now_s == 0, "the cause is known"
+
+
+def test_a_failure_of_the_master_is_known_at_once(watch: Watch, clock: Clock) -> None:
+    with pytest.raises(RunError, match=r"^master ended with exit code 1; log: ") as error:
+        watch([("master", 1)])
+    assert (error.value.workers, clock.now_s) == (set(), 0)
+
+
+def test_ends_with_and_without_a_word_of_the_cluster_are_told_apart(directory: RunDirectory) -> None:
+    directory.job_log.write_text("of the job\n")
+    ends = [
+        Exit(name="worker-0", returncode=TOLD_RETURNCODE),
+        Exit(name="worker-1", returncode=UNKNOWN_RETURNCODE, note="job 7: TIMEOUT"),
+        Exit(name="worker-2", returncode=UNKNOWN_RETURNCODE),
+        Exit(name="worker-3", returncode=UNKNOWN_RETURNCODE, note="job 7: TIMEOUT"),
+    ]
+    specs = [ProcessSpec(name=end.name, argv=("true",)) for end in ends]
+    with pytest.raises(RunError) as error:
+        supervise(ScriptedLauncher([ends]), job(directory, *specs), lambda: None)
+    assert str(error.value).splitlines() == [
+        f"worker-0 ended with exit code 86; log: {directory.log('worker-0')}",
+        f"worker-2 ended with exit code 255; log: {directory.log('worker-2')}",
+        "job 7: TIMEOUT: ended worker-1, worker-3",
+    ]
+
+
+@pytest.mark.parametrize(("is_remote", "hosts"), [(True, [" on node0", " on node1"]), (False, ["", ""])])
+def test_a_process_on_another_machine_is_named_with_its_host(
+    directory: RunDirectory, is_remote: bool, hosts: list[str]
+) -> None:
+    """The master is on the first one."""
+
+    class Placed(ScriptedLauncher):
+        def place(self, worker: int) -> str | None:
+            return f"node{worker}"
+
+    launcher = Placed([[Exit(name=name, returncode=-9) for name in (MASTER, "worker-1")]])
+    launcher.is_remote = is_remote  # type: ignore[misc]
+    specs = [ProcessSpec(name=name, argv=("true",)) for name in (MASTER, "worker-0", "worker-1")]
+    with pytest.raises(RunError) as error:
+        supervise(launcher, job(directory, *specs), lambda: None)
+    assert [line.partition(";")[0] for line in str(error.value).splitlines()] == [
+        f"{name} was killed by signal 9 (SIGKILL){host}" for name, host in zip((MASTER, "worker-1"), hosts, strict=True)
+    ]
 
 
 class Waiting(ScriptedLauncher):
@@ -221,6 +307,37 @@ def test_an_observer_that_stood_still_gives_nobody_up(directory: RunDirectory, c
     with pytest.raises(RunError, match="the master has been silent for 60 s"):
         supervise(Waiting(0, at), job(directory, spec), lambda: None)
     assert clock.now_s == pytest.approx(1000 + 10 + 60, abs=1.0)
+
+
+@pytest.mark.usefixtures("eighths")
+@pytest.mark.parametrize(("stall_s", "counts"), [(5.0, True), (5.125, False)])
+def test_a_silence_counts_unless_the_observer_stood_still(
+    directory: RunDirectory, clock: Clock, stall_s: float, counts: bool
+) -> None:
+    """From a look to the next: up to five seconds are of a busy machine."""
+
+    def at(number: int) -> None:
+        if number == 8:
+            write_status(directory.status, Status(state="running", step=1, steps=9))
+        if number == 16:
+            clock.sleep(stall_s - 0.125)
+
+    with pytest.raises(RunError, match="the master has been silent for 60 s"):
+        supervise(Waiting(0, at), job(directory, ProcessSpec(name=MASTER, argv=("true",))), lambda: None)
+    seen_s = 7 * 0.125 if counts else 14 * 0.125 + stall_s
+    assert clock.now_s == seen_s + 60.125
+
+
+def test_a_master_that_has_ended_is_not_waited_for_to_write(directory: RunDirectory, clock: Clock) -> None:
+    class Ended(ScriptedLauncher):
+        def poll(self) -> list[Exit]:
+            write_status(directory.status, Status(state="running", step=1, steps=1)) if clock.now_s < 1 else None
+            return super().poll()
+
+    launcher = Ended([[]] * 20 + [[Exit(name=MASTER, returncode=0)]])
+    specs = [ProcessSpec(name=name, argv=("true",)) for name in (MASTER, "worker-0")]
+    with pytest.raises(RunError, match="the master ended but worker-0 did not within 120 s"):
+        supervise(launcher, job(directory, *specs), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +410,7 @@ def test_a_second_interruption_shortens_the_grace(directory: RunDirectory) -> No
     spec = ProcessSpec(name=MASTER, argv=("true",))
     with pytest.raises(KeyboardInterrupt):
         supervise(launcher, job(directory, spec), lambda: None)
-    assert launcher.graces_s == (supervisor.STOP_GRACE_S, 0)
+    assert launcher.graces_s == (3.0, 0)
 
 
 def test_a_job_s_own_end_is_told_once(watch: Watch, directory: RunDirectory) -> None:
