@@ -51,7 +51,6 @@ class InProcessLauncher(Launcher):
     def __init__(self, options: Any) -> None:
         self._parts: list[_Part] = []
         self._held = contextlib.ExitStack()
-        self._is_watched = False
 
     def preview(self, job: Job) -> str:
         if len(job.workers) != 1:
@@ -79,6 +78,8 @@ class InProcessLauncher(Launcher):
         os.environ.update(device.environment | {WORKER_INDEX_VARIABLE: "0"})
 
     def poll(self) -> list[Exit]:
+        if not self._parts:
+            return []
         # Until the caller has been back once it does not look for Ctrl-C.
         until_s = time.monotonic() + (_POLL_S if self._is_watched else 0.0)
         self._is_watched = True

@@ -21,6 +21,7 @@ from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
 from realhf.machine.gpus import Gpu
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.02
 # Marks all that descends from one launcher, also what left its process group or lost its parent.
 _LAUNCH_VARIABLE = "REALHF_LAUNCH_ID"
 
@@ -79,7 +80,7 @@ class LocalLauncher(Launcher):
         _signal_groups(self._children, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while any(child.process.poll() is None for child in self._children) and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(_LOOK_S)
         _signal_groups(self._children, signal.SIGKILL)
         for child in self._children:
             child.process.wait()
@@ -110,7 +111,7 @@ class LocalLauncher(Launcher):
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+            time.sleep(_LOOK_S)
 
 
 @dataclass

@@ -121,9 +121,9 @@ class _SignsOfLife:
                 f"{_last_activity(self._directory, MASTER)}; log: {self._directory.log(MASTER)}"
             )
 
-    def _updated(self) -> float:
+    def _updated(self) -> float | None:
         status = known_status(self._directory.status)
-        return 0.0 if status is None else status.updated
+        return None if status is None else status.updated
 
 
 def _is_settled(exits: dict[str, Exit]) -> bool:

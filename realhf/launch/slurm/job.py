@@ -1,6 +1,7 @@
 """One SLURM job: submitted, waited for, and ended."""
 
 import contextlib
+import math
 import re
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ class SubmittedJob:
         self._left = [process.name for process in job.processes]  # those whose ends have not been told
         self._first_failure = self._judged = ""
         self._state = JobState(name="PENDING")
-        self._looked_s = self._ended_s = 0.0
+        self._looked_s = self._ended_s = -math.inf
         self.id = job_id or submit(options, job)
         self._waits_since_s = self._answered_s = time.monotonic()
         self._restarts = 0

@@ -59,7 +59,7 @@ class Offer:
             for one in self.nodes_of(partition)
             if one.gpus and (gpu_type is None or gpu_type in one.gpus)
         ]
-        return max(1, min(shares, default=1))
+        return min((max(1, share) for share in shares), default=1)
 
     def gpus_per_node(self, partition: str | None, gpu_type: str | None) -> int | None:
         """How many GPUs the nodes of a partition have, if all that have any have as many; None where that is not
@@ -134,6 +134,7 @@ def seconds_of(limit: str) -> float | None:
         return None
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
+    # Minutes, minutes:seconds or hours:minutes:seconds; behind days hours, hours:minutes or all three.
     units_s = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
     return int(days or 0) * _DAY_S + sum(number * unit_s for number, unit_s in zip(numbers, units_s, strict=False))
 

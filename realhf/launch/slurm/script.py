@@ -8,13 +8,14 @@ from realhf.base.errors import UserError
 from realhf.base.options import Options, option
 from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.launch.process import AGAIN_ENDED, WORKER_INDEX_VARIABLE, Job, ProcessSpec
+from realhf.launch.slurm.offer import seconds_of
 from realhf.launch.slurm.sbatch_words import check_sbatch_words
 from realhf.machine.gpus import VISIBLE
 from realhf.rundir.paths import MASTER
 from realhf.rundir.run import YEAR_S
 from realhf.rundir.starts import START_VARIABLE
 
-DEFAULT_NOTICE_S = 120
+_DEFAULT_NOTICE_S = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +89,7 @@ class SlurmOptions(Options):
     @property
     def limit_s(self) -> float | None:
         """The time limit in seconds; None where there is none, or SLURM has to make sense of it."""
-        found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", self.time_limit or "")
-        if found is None:
-            return None
-        days, *parts = (None if part is None else int(part) for part in found.groups())
-        numbers = [part for part in parts if part is not None]
-        # Minutes, minutes:seconds or hours:minutes:seconds; behind days hours, hours:minutes or all three.
-        units = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(numbers)] if days is None else (3600, 60, 1)
-        return (days or 0) * 86_400.0 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+        return seconds_of(self.time_limit or "")
 
     @property
     def srun_words(self) -> tuple[str, ...]:
@@ -209,7 +203,7 @@ def _job_args(options: SlurmOptions, job: Job, nodes: int, gpus: list[str], cpus
 
 
 def _notice_s(options: SlurmOptions) -> int:
-    longest = DEFAULT_NOTICE_S if options.limit_s is None else min(DEFAULT_NOTICE_S, options.limit_s / 4)
+    longest = _DEFAULT_NOTICE_S if options.limit_s is None else min(_DEFAULT_NOTICE_S, options.limit_s / 4)
     return max(1, round(options.notice_s or longest))
 
 

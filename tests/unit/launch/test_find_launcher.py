@@ -1,5 +1,6 @@
 """How `--launcher` finds a class, and what it says of a wrong one."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,8 @@ def test_the_launchers_of_the_package() -> None:
     found = {name: find_launcher(name) for name in LAUNCHERS}
     assert {name for name, launcher in found.items() if launcher.is_remote} == {"slurm"}
     assert {name for name, launcher in found.items() if launcher.uses_terminal} == {"in-process"}
+    graces_s = {inspect.signature(each.stop).parameters["grace_s"].default for each in (Launcher, *found.values())}
+    assert graces_s == {5.0}, "the same of all, for those who leave it out"
 
 
 def test_one_from_elsewhere_is_a_module_or_a_file(folder: Path) -> None:

@@ -31,10 +31,12 @@ class Module:
         self.noted: list[Any] = []
         self.environments: dict[str, dict[str, str]] = {}
         self.behaviours: dict[str, list[Any]] = {}
+        self.kept: list[Iterator[None]] = []  # which nobody but the launcher ends
 
     def in_process(self, path: str, name: str) -> Iterator[None]:
         self.environments[f"{name} is made"] = dict(os.environ)
-        return self._steps(path, name)
+        self.kept.append(self._steps(path, name))
+        return self.kept[-1]
 
     def _steps(self, path: str, name: str) -> Iterator[None]:
         self.environments[f"{name} runs"] = dict(os.environ)
@@ -152,12 +154,16 @@ def test_the_worker_has_a_gpu_where_there_is_one(
     monkeypatch.setattr("realhf.launch.devices.torch_cuda_version", lambda: "12.8")
     launcher.start(job(tmp_path, "worker-0", avoided=frozenset({uuid_of(0)})))
     assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["REALHF_DEVICE"]) == (uuid_of(1), "cuda:1")
+    launcher.stop()
+    with pytest.raises(UserError, match="1 workers need a GPU each, and there is none, without GPU-"):
+        launcher.start(job(tmp_path, "worker-0", avoided=frozenset({uuid_of(0), uuid_of(1)})))
 
 
 def test_stopping_ends_the_worker_first_and_the_next_job_begins_anew(
     launcher: InProcessLauncher, module: Module, tmp_path: Path
 ) -> None:
     module.behaviours = {"master": [None] * 9, "worker-0": [None] * 9}
+    assert launcher.poll() == []
     for _ in range(2):
         module.noted.clear()
         launcher.start(job(tmp_path, "worker-0"))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -173,6 +174,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.sent, self.started = 100.0, [], []  # type: ignore[var-annotated]
         self.ends_s: dict[int, float] = {}
+        self.waited_for: list[int] = []
         self.takes_s: dict[int, float] = {}  # to end after SIGTERM
         self.descendants: list[list[int]] = []
         monkeypatch.setattr(local, "time", self)
@@ -188,6 +190,8 @@ class Machine:
         self.now_s += 0.25
 
     def start_child(self, argv: tuple[str, ...], log: Path, env: dict[str, str]) -> "Process":
+        if argv == ("missing",):
+            raise FileNotFoundError("no such file")
         self.started.append((argv, log, env))
         return Process(self, len(self.started))
 
@@ -205,14 +209,14 @@ class Machine:
 
 class Process:
     def __init__(self, machine: Machine, pid: int) -> None:
-        self.machine, self.pid, self.is_reaped = machine, pid, False
+        self.machine, self.pid = machine, pid
 
     def poll(self) -> int | None:
-        self.is_reaped = self.machine.ends_s.get(self.pid, 1e9) <= self.machine.now_s
-        return self.pid if self.is_reaped else None
+        return self.pid if self.machine.ends_s.get(self.pid, 1e9) <= self.machine.now_s else None
 
     def wait(self) -> None:
         assert self.poll() is not None, "it would wait for ever"
+        self.machine.waited_for.append(self.pid)
 
 
 @pytest.fixture
@@ -237,8 +241,16 @@ def test_stopping_asks_all_and_kills_those_that_take_too_long(
     assert machine.sent[:2] == [(0.0, 1, signal.SIGTERM), (0.0, 2, signal.SIGTERM)]
     assert machine.sent[2:] == [(2.0, pid, signal.SIGKILL) for pid in killed]
     assert machine.now_s - 100.0 == max(0.5, min(2.0, takes_s)), "no longer than it takes"
+    assert machine.waited_for == [1, 2, 3]
     assert launcher.poll() == []
     launcher.start(job(tmp_path))
+
+
+def test_what_a_failed_start_has_begun_is_ended_at_once(machine: Machine, tmp_path: Path) -> None:
+    specs = [ProcessSpec(name="master", argv=("run",)), ProcessSpec(name="worker-0", argv=("missing",))]
+    with pytest.raises(UserError, match=r"^cannot start worker-0 \(missing\): no such file$"):
+        LocalLauncher(NoOptions()).start(job(tmp_path, *specs))
+    assert machine.sent == [(0.0, 1, signal.SIGTERM), (0.0, 1, signal.SIGKILL)]
 
 
 def test_the_grace_is_five_seconds_unless_another_is_given(machine: Machine, tmp_path: Path) -> None:
@@ -288,6 +300,15 @@ def test_a_child_reads_nothing_and_its_errors_are_in_its_log(tmp_path: Path) -> 
     )
     assert child.wait(60) == 0
     assert (tmp_path / "log").read_text() == "printed\nwrong\n"
+
+
+def test_a_child_does_not_share_the_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **more: given.update(more, argv=argv))
+    start_child(["run"], tmp_path / "log", {"A": "1"})
+    assert (given["argv"], given["env"], given["start_new_session"]) == (["run"], {"A": "1"}, True)
+    assert (given["stdin"], given["stderr"]) == (subprocess.DEVNULL, subprocess.STDOUT)
+    assert given["stdout"].name == str(tmp_path / "log")
 
 
 def test_a_child_whose_parent_has_just_ended_ends_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from realhf.base.errors import UserError
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm import launcher as launcher_module
 from realhf.launch.slurm import offer as offer_module
 from realhf.launch.slurm.launcher import SlurmLauncher, read_nodes, without_nodes
-from realhf.launch.slurm.offer import Nodes, Offer, ask
+from realhf.launch.slurm.offer import Nodes, Offer, ask, read_accounting
+from realhf.launch.slurm.offer import read_nodes as read_partitions
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.rundir.paths import RunDirectory, worker_name
 
@@ -33,8 +35,9 @@ def answers(monkeypatch: pytest.MonkeyPatch, **texts: str) -> list[tuple[str, ..
     """Has SLURM's commands print texts, by name; one without a text fails. Returns what is called."""
     called: list[tuple[str, ...]] = []
 
-    def command(*words: str, **_: Any) -> subprocess.CompletedProcess[str]:
+    def command(*words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         called.append(words)
+        assert timeout_s == (3 if words[0] in ("sinfo", "sacctmgr") and "--Node" not in words else 60)
         key = "hostnames" if "hostnames" in words else "qos" if "name,maxwall" in words[-1] else words[0]
         return subprocess.CompletedProcess(words, 0 if key in texts else 1, texts.get(key, ""), "")
 
@@ -90,10 +93,24 @@ def test_room_and_lost_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     asked = SlurmLauncher(SlurmOptions(cpu_only=True, partition="other"))
     asked.start(job(tmp_path / "second", nodes=1))
     assert asked.room(frozenset()) == 2  # of three nodes, as many as there are workers
-    assert ("--partition=other") in called[-1]
+    assert called[-1][-1] == "--partition=other"
+    here = SlurmLauncher(SlurmOptions(cpu_only=True))
+    here.start(job(tmp_path / "third", nodes=4, nodelist="n[1-4]"))
+    assert here.room(frozenset()) == 6  # two on each of three that can be used, of whatever partition
+    assert called[-1][-1] == "--nodes=n[1-4]"
+    mine = SlurmLauncher(SlurmOptions(cpu_only=True, nodelist="n9"))
+    mine.start(job(tmp_path / "fourth", nodes=4, nodelist="n[1-4]"))
+    mine.room(frozenset())
+    assert called[-1][-1] == "--nodes=n9", "what is asked for beside the experiment counts"
+    answers(monkeypatch, sinfo=rows.replace("*", "") + "\n", scontrol=shown, hostnames="n1\nn2\n")
+    assert launcher.room(frozenset()) == 6  # there is no default partition
     answers(monkeypatch, scontrol=shown, hostnames="n1\nn2\n")  # sinfo does not answer
     assert (launcher.room(frozenset()), launcher.lost()) == (6, frozenset())
-    answers(monkeypatch, scontrol="JobId=17 NodeList=(null) ")
+    for texts in ({"scontrol": "JobId=17 NodeList=(null) "}, {"hostnames": "n1"}, {"scontrol": "JobId=17 "}):
+        answers(monkeypatch, **texts)
+        assert launcher.place(0) is None
+    launcher.leave()
+    answers(monkeypatch, scontrol=shown, hostnames="n1\nn2\n")
     assert launcher.place(0) is None
 
 
@@ -132,3 +149,94 @@ def test_workers_have_their_share_of_the_cpus_where_there_are_gpus(
     assert "--cpus-per-task=8 " not in SlurmLauncher(SlurmOptions(cpu_only=True)).preview(job(tmp_path / "c"))
     with_exclude = SlurmLauncher(SlurmOptions(cpu_only=True)).preview(job(tmp_path / "d", avoided=frozenset({"n2"})))
     assert "#SBATCH --exclude=n2\n" in with_exclude
+
+
+def test_nodes_where_something_failed_are_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called = answers(monkeypatch, hostnames="n1\nn2\nn3\n")
+    assert without_nodes("n[1-3]", ("n2", "n9")) == ("n1,n3", None)
+    assert called == [("scontrol", "show", "hostnames", "n[1-3]")]
+    of = job(tmp_path / "a", nodelist="n[1-3]", avoided=frozenset({"n2"}))
+    assert "#SBATCH --nodelist=n1,n3\n" in SlurmLauncher(SlurmOptions(cpu_only=True)).preview(of)
+    both = job(tmp_path / "b", avoided=frozenset({"n5", "n2"}))
+    assert "#SBATCH --exclude=n2,n5\n" in SlurmLauncher(SlurmOptions(cpu_only=True)).preview(both)
+    asked = job(tmp_path / "c", nodelist="n[1-3]")
+    assert "#SBATCH --nodelist=n7\n" in SlurmLauncher(SlurmOptions(cpu_only=True, nodelist="n7")).preview(asked)
+
+
+def test_a_cluster_is_asked_once_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "fast")
+    nodes = "main*|up|infinite|2|33|16000|gpu:a:4|(null)\nfast|up|infinite|2|8|9|gpu:a:1|x\nfast|up|1|2|9|9|gpu:b:2|x\n"
+    called = answers(monkeypatch, sbatch="slurm 22.05", sinfo=nodes)
+    launcher = SlurmLauncher(SlurmOptions(gpu_type="a"))
+    launcher.check()
+    assert "--cpus-per-task=7 " in launcher.preview(job(tmp_path / "a"))  # of the partition and the type
+    assert called[0] == ("sbatch", "--version")
+    assert [words[0] for words in called].count("sinfo") == 1
+    with pytest.raises(UserError, match=r"^SLURM has no such job: --partition no: the cluster has main, fast$"):
+        SlurmLauncher(SlurmOptions(partition="no")).check()
+
+
+def test_a_job_is_started_and_taken_up_with_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Submitted:
+        is_waiting = False
+
+        def __init__(self, options: SlurmOptions, job: Job, job_id: str = "18") -> None:
+            if job.name == "refused":
+                raise UserError("refused")
+            made.append((options.exclude, job, job_id))
+            self.id = job_id
+
+        def poll(self) -> list[Any]:
+            return made
+
+    made: list[Any] = []
+    monkeypatch.setattr(launcher_module, "SubmittedJob", Submitted)
+    launcher, of = SlurmLauncher(SlurmOptions(cpu_only=True)), job(tmp_path / "a", avoided=frozenset({"n2"}))
+    launcher.start(of)
+    launcher.adopt(of, "17")
+    assert made == [("n2", of, "18"), ("n2", of, "17")]
+    assert (launcher.job_id(), launcher.is_waiting(), launcher.poll()) == ("17", False, made)
+    with pytest.raises(UserError, match="refused"):
+        launcher.start(job(tmp_path / "b", name="refused"))
+    assert launcher.job_id() == "", "nothing is left of the job before"
+
+
+@pytest.mark.parametrize(
+    ("associations", "qos", "expected"),
+    [
+        (
+            ["lab|high,low", "lab|low", "other|"],
+            ["high|1:00", "low|", "else|2"],
+            (("lab", "other"), {"high": "1:00", "low": ""}),
+        ),
+        (["lab|"], ["high|1:00", "low|"], (("lab",), {"high": "1:00", "low": ""})),  # whoever may name any
+        ([" lab|high "], [" high|1 "], (("lab",), {"high": "1"})),
+        (["lab|high|x", "lab"], ["high|1|x", "high"], (None, None)),
+        (["lab|none"], ["high|1"], (("lab",), None)),
+    ],
+)
+def test_what_a_user_may_name(associations: list[str], qos: list[str], expected: tuple[Any, Any]) -> None:
+    assert read_accounting(associations, qos) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("main|up|n/a|2+|8+|16000+|gpu:2|a,b", ("main", False, True, "", 2, 8, 16000, {"": 2}, {"a", "b"})),
+        ("main*|inact|1:00|2|8|16000|(null)||more", ("main", True, False, "1:00", 2, 8, 16000, {}, set())),
+        ("main|up|1:00|2|8|16000|(null)", None),
+        ("main|up|1:00|x|8|16000|(null)|", None),
+        ("main|up|1:00|2|8|x|(null)|", None),
+    ],
+)
+def test_a_line_of_sinfo(line: str, found: tuple[Any, ...] | None) -> None:
+    names = ("partition", "is_default", "is_up", "time_limit", "count", "cpus", "memory_mb", "gpus", "features")
+    assert read_partitions(["header", line]) == (
+        () if found is None else (Nodes(**dict(zip(names, found, strict=True))),)
+    )
+
+
+def test_nodes_in_words() -> None:
+    node = Nodes(partition="main", count=1, cpus=8, memory_mb=1536, gpus={"a": 2, "": 1})
+    assert (node.is_default, node.is_up, node.time_limit) == (False, True, "")
+    assert str(node) == "1 node with 8 CPUs, 1.5 GiB, 2 GPUs of type a, 1 GPUs"

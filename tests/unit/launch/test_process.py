@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from realhf.launch import process
+from realhf.launch.launcher import UNKNOWN_RETURNCODE
 from realhf.launch.process import (
+    AGAIN_ENDED,
+    MASTERLESS_RETURNCODE,
+    TOLD_RETURNCODE,
     Job,
     ProcessSpec,
     job_name,
@@ -170,3 +174,8 @@ def test_the_library_of_memory_is_loaded_where_the_loader_can_name_it(
 def test_a_worker_knows_its_index_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "REALHF_WORKER_INDEX", "12")
     assert worker_index() == 12
+
+
+def test_exit_codes_that_have_a_meaning_stay_as_they_are() -> None:
+    """Batch scripts of earlier versions, and whoever reads logs, know them."""
+    assert (AGAIN_ENDED, TOLD_RETURNCODE, MASTERLESS_RETURNCODE, UNKNOWN_RETURNCODE) == (3, 86, 87, 255)

@@ -9,7 +9,7 @@ import pytest
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.offer import Nodes, Offer, read_accounting, read_gpus, read_nodes, seconds_of
 from realhf.launch.slurm.refusal import asked as words_of
-from realhf.launch.slurm.refusal import refusal, unmet
+from realhf.launch.slurm.refusal import refusal, unknown_names, unmet
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.rundir.paths import RunDirectory, worker_name
 
@@ -127,6 +127,19 @@ BOUNDS: list[tuple[dict[str, object], Job, str]] = [
     ({"account": "lab"}, job(1, 4), ""),
     ({"partition": "gpu,batch"}, job(13, 4), ""),
     ({"partition": "gpu,none"}, job(1, 4), "--partition none: the cluster has batch, gpu, old"),
+    ({"partition": "batch,gpu", "time_limit": "2-12"}, job(1, 4), ""),  # that of the more patient one
+    ({"partition": "batch,gpu", "time_limit": "2-13"}, job(1, 4), "--time-limit 2-13: partition batch, gpu allows "
+     "2-12:00:00"),
+    ({"partition": "gpu,old", "time_limit": "100-0"}, job(1, 2), ""),  # one has no limit
+    ({"partition": "gpu,batch", "cpu_only": True}, job(1, 127), ""),
+    ({"partition": "batch,gpu", "mem": "1006G"}, job(1, 4), ""),
+    ({"partition": "old", "gpu_type": "h100"}, job(1, 2), "--gpu-type h100: partition old has 1 node with 16 CPUs, "
+     "62.5 GiB, 2 GPUs; its types are not named: leave it out"),
+    ({"partition": "old", "sbatch": ("-C fast",)}, job(1, 2), "--sbatch=--constraint=fast: partition old has no "
+     "features"),
+    ({"cpus_per_worker": 24}, job(1, 4), "--cpus-per-worker 24: 4 workers a node and the master need 97 CPUs of a "
+     "node; partition gpu has 4 nodes with 96 CPUs, 1007 GiB, 8 GPUs of type h100; 3 nodes with 64 CPUs, 502.9 GiB, "
+     "4 GPUs of type a100; give --cpus-per-worker 23"),
 ]  # fmt: skip
 
 
@@ -137,6 +150,31 @@ def test_what_a_cluster_just_has(options: dict[str, object], asked: Job, says: s
     found = list(unmet(SlurmOptions(**{"partition": "gpu", **options}), asked, there))  # type: ignore[arg-type]
     assert len(found) == (says != "")
     assert not found or found[0].startswith(says)
+
+
+@pytest.mark.parametrize(("partition", "ends"), [("batch", "no GPU; give --cpu-only"), ("gpu", "4 GPUs of type a100")])
+def test_too_many_gpus_are_refused_and_none_have_a_way_out(partition: str, ends: str) -> None:
+    [text] = unmet(SlurmOptions(partition=partition, cpus_per_worker=64), job(1, 16), offer("23.11"))
+    assert text.startswith(f"--gpus-per-node 16: partition {partition} has ")
+    assert text.endswith(ends)
+
+
+def test_a_node_with_one_cpu_has_no_place_for_a_worker() -> None:
+    node = Nodes(partition="main", is_default=True, count=1, cpus=1, memory_mb=1024)
+    assert list(unmet(SlurmOptions(cpu_only=True), job(1, 1), Offer(nodes=(node,)))) == [
+        "1 workers a node and the master need a CPU each; partition main has 1 node with 1 CPUs, 1 GiB, no GPU; give "
+        "--gpus-per-node 1"
+    ]
+
+
+def test_what_slurm_does_not_tell_is_not_held_against_a_job() -> None:
+    options = SlurmOptions(partition="x", account="y", sbatch=("--qos=z",), time_limit="9-0")
+    assert list(unknown_names(options, Offer())) == []
+    there = Offer(qos={"z": "10-0"}, accounts=("y",))
+    assert list(unknown_names(options, there)) == []
+    assert list(unknown_names(replace(options, time_limit=None), replace(there, qos={"z": "1"}))) == []
+    assert list(unknown_names(options, replace(there, qos={"z": "UNLIMITED"}))) == []
+    assert list(unknown_names(SlurmOptions(time_limit="9-0"), there)) == []
 
 
 def test_where_no_partition_is_the_default_one_it_has_to_be_given() -> None:
@@ -158,7 +196,31 @@ def test_where_no_setting_is_to_blame_all_is_listed() -> None:
     assert text.startswith("SLURM refused the job: no; the job asks for 2 nodes with 9 CPUs, 9G of memory, 8 GPUs.")
     assert "\n  gpu: 4 nodes with 96 CPUs, 1007 GiB, 8 GPUs of type h100; 3 nodes" in text
     assert "\n  old (down): 1 node with 16 CPUs, 62.5 GiB, 2 GPUs" in text
-    assert "sinfo does not tell" in refusal("no", SlurmOptions(), job(), Offer())
+    assert refusal("no", SlurmOptions(), job(), Offer()) == (
+        "SLURM refused the job: no; check partition, account, nodes and limits (sinfo does not tell what the cluster "
+        "has)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        ({}, ""),
+        ({"accounts": ("lab", "x")}, "; your accounts: lab, x"),
+        ({"qos": {"high": "1", "low": ""}}, "; your QOS: high, low"),
+        ({"accounts": ("lab",), "qos": {"high": ""}}, "; your accounts: lab; your QOS: high"),
+    ],
+)
+def test_a_cluster_in_words(more: dict[str, object], ends: str) -> None:
+    main = Nodes(partition="main", is_default=True, count=2, cpus=8, memory_mb=16384, time_limit="1:00")
+    there = Offer(
+        nodes=(main, replace(main, cpus=9, time_limit="2:00"), replace(main, partition="b", is_default=False))
+    )
+    assert refusal("no", SlurmOptions(cpu_only=True), job(1, 2), replace(there, **more)) == (  # type: ignore[arg-type]
+        "SLURM refused the job: no; the job asks for 1 node with 3 CPUs. The cluster has\n"
+        "  main (default): 2 nodes with 8 CPUs, 16 GiB, no GPU; 2 nodes with 9 CPUs, 16 GiB, no GPU; at most 1:00\n"
+        f"  b: 2 nodes with 8 CPUs, 16 GiB, no GPU; at most 1:00{ends}"
+    )
 
 
 def test_gpus_of_a_node_where_all_that_have_any_have_as_many() -> None:

@@ -203,3 +203,57 @@ def test_a_task_that_fails_ends_its_step_and_a_lost_node_ends_the_job(of: Job) -
         assert not {"--no-kill", "-k", "--kill-on-bad-exit=0", "-K0"} & set(words)
     assert "--no-kill" not in text
     assert "#SBATCH --no-requeue\n" in text
+
+
+def test_the_tasks_of_an_array_may_all_run_at_once() -> None:
+    text = array_text([sbatch_text(SlurmOptions(cpu_only=True), job())], [Path("/run/launcher/job.sbatch")])
+    assert "#SBATCH --array=0-0\n" in text
+
+
+def test_what_is_asked_unless_something_else_is() -> None:
+    options = SlurmOptions()
+    assert (options.queue_timeout_s, options.end_timeout_s, options.controller_timeout_s) == (86_400, 60, 600)
+    assert (options.poll_interval_s, options.cpu_only, options.until_done, options.plan_in_job) == (
+        2,
+        False,
+        False,
+        False,
+    )
+    assert (options.setup_lines, options.srun, options.sbatch, options.environment) == ((), (), (), ())
+    text = sbatch_text(replace(options, cpu_only=True, end_timeout_s=7.6), job())
+    assert 'then wait_for "$other" 8; else wait_for "$other" 60; fi' in text
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("cpus_per_worker", 1, 4096), ("notice_s", 1, 86_400), ("queue_timeout_s", 0, 31_536_000)],
+)
+def test_numbers_have_a_least_and_a_largest_value(name: str, least: float, most: float) -> None:
+    for value in (least, most):
+        assert getattr(SlurmOptions(**{name: value}), name) == value  # type: ignore[arg-type]
+    for value in (least - 1, most + 1):
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} {value} is not from {least} to"):
+            SlurmOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_notice_of_a_short_job_is_a_quarter_of_it_and_a_second_at_least() -> None:
+    for limit, notice_s in (("0:02", 1), ("0:30", 8), ("8", 120), ("7", 105), ("1-0", 120)):
+        assert f"#SBATCH --signal=B:USR1@{notice_s}\n" in sbatch_text(SlurmOptions(time_limit=limit), job())
+    assert SlurmOptions(time_limit="5", notice_s=299).notice_s == 299
+    assert SlurmOptions(time_limit="UNLIMITED", notice_s=299).limit_s is None
+
+
+def test_a_job_has_a_worker_at_least_and_workers_that_differ_in_name_alone() -> None:
+    with pytest.raises(UserError, match="0 workers are no whole nodes of 2"):
+        sbatch_text(OPTIONS, job(0))
+    first, *others = job().processes
+    for wrong in (replace(others[1], argv=("x",)), replace(others[1], env={"A": "1"})):
+        with pytest.raises(AssertionError, match="worker-1 differs from worker-0"):
+            sbatch_text(OPTIONS, replace(job(), processes=(first, others[0], wrong, *others[2:])))
+
+
+@pytest.mark.parametrize("line", ["a\nb", " ", ""])
+def test_a_line_is_one_and_not_empty(line: str) -> None:
+    for name in ("srun", "setup_lines"):
+        with pytest.raises(UserError, match="is not one line; give --srun and --setup-line once for each"):
+            SlurmOptions(**{name: (line,)})  # type: ignore[arg-type]

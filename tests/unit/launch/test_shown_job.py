@@ -99,6 +99,26 @@ def test_a_task_that_slurm_has_forgotten_is_over(monkeypatch: pytest.MonkeyPatch
     assert found.is_over
 
 
+@pytest.mark.parametrize(
+    ("code", "text", "name"),
+    [
+        (1, "slurm_load_jobs error: Invalid job id specified\n", ""),
+        (1, "Job 17 not found", ""),
+        (1, "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", None),
+        (1, RUNNING, None),
+        (0, RUNNING.replace("JobName=realhf-ppo", "JobName=job_x_not_found"), "RUNNING"),
+        (0, RUNNING + "invalid job id", "RUNNING"),
+    ],
+)
+def test_a_job_that_the_controller_does_not_know_is_over_and_silence_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, code: int, text: str, name: str | None
+) -> None:
+    answered(monkeypatch, code, text)
+    state, said = job_state("17")
+    assert (state.name if state else None) == name
+    assert said == " ".join(text.split())
+
+
 def test_a_question_has_the_deadline_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """`realhf status` does not wait a minute for a controller that is away."""
     asked: list[float] = []

@@ -17,9 +17,11 @@ from realhf.launch.slurm import job as job_module
 from realhf.launch.slurm import submission
 from realhf.launch.slurm.job import SubmittedJob
 from realhf.launch.slurm.offer import Nodes, Offer
+from realhf.launch.slurm.reasons import cannot_run
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.launch.slurm.state import JobState
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.status import Status, write_status
 
 OPTIONS = SlurmOptions(cpu_only=True, poll_interval_s=2.0, queue_timeout_s=100.0, controller_timeout_s=50.0)
 NODES = Nodes(partition="main", is_default=True, count=4, cpus=64, memory_mb=64_000)
@@ -31,7 +33,9 @@ class Controller:
     def __init__(self) -> None:
         self.state: JobState | None = JobState(name="PENDING", reason="Resources")
         self.commands: list[tuple[str, ...]] = []
+        self.times_s: list[float] = []  # of the commands
         self.now_s = 1000.0
+        self.asked = 0  # for what the cluster offers
         self.looks = 0
         self.after: Callable[[], None] = lambda: None
 
@@ -43,7 +47,12 @@ class Controller:
 
     def command(self, *words: str, **_: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(words)
+        self.times_s.append(self.now_s)
         return subprocess.CompletedProcess(words, 0, "", "")
+
+    def ask(self) -> Offer:
+        self.asked += 1
+        return Offer(nodes=(NODES,))
 
     def monotonic(self) -> float:
         return self.now_s
@@ -59,7 +68,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     monkeypatch.setattr(job_module, "job_state", made.job_state)
     monkeypatch.setattr(job_module, "slurm_command", made.command)
     monkeypatch.setattr(job_module, "submit", lambda options, job: "17")
-    monkeypatch.setattr(job_module, "ask", lambda: Offer(nodes=(NODES,)))
+    monkeypatch.setattr(job_module, "ask", made.ask)
     return made
 
 
@@ -116,6 +125,73 @@ def test_a_task_that_was_killed_first_is_told_with_its_signal(controller: Contro
     assert submitted.poll() == [Exit(name="worker-0", returncode=-signal.SIGSEGV)]
 
 
+def test_how_a_job_is_doing_is_asked_again_for_a_task_that_failed(controller: Controller, job: Job) -> None:
+    """Unless it is known that the job is about to end."""
+    for name, looks in (("RUNNING", 2), ("COMPLETING", 1)):
+        says(controller, name)
+        submitted = SubmittedJob(OPTIONS, job)
+        controller.looks = 0
+        left(job, worker_0=3)
+        assert submitted.poll() == [Exit(name="worker-0", returncode=3)]
+        assert controller.looks == looks
+        left(job, worker_0=0)
+
+
+def test_what_a_start_has_left_that_slurm_follows_up_with_another_counts_no_more(
+    controller: Controller, job: Job
+) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    submitted.poll()
+    says(controller, "PENDING", restarts=1)
+    left(job, worker_0=5)
+    assert submitted.poll() == []
+    controller.now_s += 2.0
+    assert submitted.poll() == []
+    says(controller, "FAILED", restarts=1)
+    controller.now_s += 2.0
+    submitted.poll()
+    controller.now_s += 2.0
+    assert [end.name for end in submitted.poll()] == ["master", "worker-0", "worker-1"]
+
+
+def test_a_job_that_goes_on_later_has_no_good_ends(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    left(job, master=0, worker_0=0)
+    write_status(job.directory.status, Status(state="requeued", step=1, steps=2))
+    assert submitted.poll() == []
+    says(controller, "COMPLETED")  # SLURM does not let it start once more
+    controller.now_s += 2.0
+    assert {(end.name, end.returncode) for end in submitted.poll()} == {("master", 0), ("worker-0", 0)}
+    says(controller, "RUNNING")
+    for state, told in (("requeued", 0), ("finished", 2)):
+        write_status(job.directory.status, Status(state=state, step=2, steps=2))
+        assert len(SubmittedJob(OPTIONS, job).poll()) == told
+    job.directory.status.unlink()
+    assert len(SubmittedJob(OPTIONS, job).poll()) == 2
+
+
+def test_a_job_that_plans_its_run_begins_its_start_itself(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    planned = replace(job, start_id="", is_made_ready_there=True)
+    for made in (planned, replace(planned, is_made_ready_there=False)):
+        submitted = SubmittedJob(OPTIONS, made)
+        job.directory.start.write_text("third\n")
+        (job.directory.exits / "third").mkdir(exist_ok=True)
+        (job.directory.exits / "third" / "worker-0").write_text("4\n")
+        assert [end.returncode for end in submitted.poll()] == [4] * made.is_made_ready_there
+
+
+def test_ends_that_were_noted_at_once_are_told_by_name(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    left(job, worker_1=3, worker_0=2, master=1)
+    for name in ("worker-1", "worker-0", "master"):
+        os.utime(job.exits / name, (10, 10))
+    assert [end.name for end in submitted.poll()] == ["master", "worker-0", "worker-1"]
+
+
 def test_a_process_that_ended_well_is_no_first_failure(controller: Controller, job: Job) -> None:
     says(controller, "RUNNING")
     submitted = SubmittedJob(OPTIONS, job)
@@ -168,6 +244,36 @@ def test_the_controller_is_asked_at_its_interval(controller: Controller, job: Jo
     assert controller.looks == 3  # at 0, 2 and 4 of 5 seconds
     assert submitted.status() == "job 17: PENDING (Resources)"
     assert submitted.is_waiting
+
+
+def test_a_job_that_runs_may_take_longer_than_it_may_wait(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING", reason="BadConstraints")  # of an earlier wait
+    submitted = SubmittedJob(OPTIONS, job)
+    controller.now_s += 1000.0
+    assert submitted.poll() == []
+    says(controller, "PENDING", reason="Resources", restarts=1)
+    for _ in range(2):  # it waits for its next start since now
+        controller.now_s += 50.0
+        assert submitted.poll() == []
+    assert controller.commands == []
+
+
+def test_a_reason_is_judged_once(controller: Controller, job: Job) -> None:
+    submitted = SubmittedJob(OPTIONS, job)
+    for reason, asked in (("PartitionConfig", 1), ("PartitionConfig", 1), ("Resources", 1), ("PartitionConfig", 2)):
+        says(controller, "PENDING", reason=reason)
+        controller.now_s += 2.0
+        assert submitted.poll() == []
+        assert controller.asked == asked
+
+
+def test_a_controller_is_silent_since_its_last_answer(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    for state in (JobState(name="RUNNING"), None, JobState(name="RUNNING"), None):
+        controller.state = state
+        controller.now_s += 40.0
+        assert submitted.poll() == []
 
 
 def test_a_job_that_does_not_start_is_cancelled(controller: Controller, job: Job) -> None:
@@ -247,7 +353,42 @@ def test_stopping_asks_then_kills_then_gives_up(controller: Controller, job: Job
     with pytest.raises(RunError, match=r"job 17: RUNNING after scancel; end it by hand: scancel 17"):
         submitted.stop(grace_s=5.0)
     assert controller.commands == [("scancel", "17"), ("scancel", "--signal=KILL", "--full", "17")]
-    assert controller.now_s - began_s == pytest.approx(5 + 300, abs=2)
+    # It looks twice a second, and once more when the time is over.
+    assert [time_s - began_s for time_s in (*controller.times_s, controller.now_s)] == [0, 5.5, 306]
+
+
+def test_nothing_is_left_of_a_job_that_was_stopped(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(replace(OPTIONS, poll_interval_s=0.25), job)
+    controller.after = lambda: says(controller, "CANCELLED") if controller.now_s >= 1002 else None
+    submitted.stop(grace_s=5.0)
+    assert (controller.commands, controller.now_s, controller.looks) == ([("scancel", "17")], 1002, 9)
+    left(job, worker_0=5)
+    controller.now_s += 10.0
+    assert submitted.poll() == []
+
+
+def test_a_job_that_does_not_come_to_its_own_end_is_ended(controller: Controller, job: Job) -> None:
+    says(controller, "RUNNING")
+    submitted = SubmittedJob(OPTIONS, job)
+    left(job, master=0, worker_0=0, worker_1=0)
+    assert len(submitted.poll()) == 3
+    looks = controller.looks
+    controller.now_s += 10.0
+    assert (submitted.poll(), controller.looks) == ([], looks), "there is nothing left to look for"
+    controller.after = lambda: says(controller, "CANCELLED") if controller.commands else None
+    submitted.stop(grace_s=5.0)
+    assert (controller.commands, controller.times_s) == ([("scancel", "17")], [1010 + 60.5])
+
+
+@pytest.mark.parametrize("reason", ["Resources", "BadConstraints"])
+def test_what_is_cancelled_before_it_began_gets_no_grace(controller: Controller, job: Job, reason: str) -> None:
+    submitted = SubmittedJob(replace(OPTIONS, queue_timeout_s=1.0), job)
+    says(controller, "PENDING", reason=reason)
+    controller.now_s += 2.0
+    with pytest.raises(RunError, match=r"job 17: PENDING \(.*\) after scancel; end it by hand: scancel 17"):
+        submitted.poll()
+    assert controller.times_s == [1002, 1002.5]
 
 
 def test_a_job_whose_processes_have_ended_may_come_to_its_own_end(controller: Controller, job: Job) -> None:
@@ -303,6 +444,12 @@ def test_a_job_that_was_submitted_before_is_taken_up_where_it_is(controller: Con
     assert waiting.poll() == []  # what there is, is of the start before
     controller.state = None
     assert SubmittedJob(OPTIONS, job, "17").is_waiting  # until the controller answers
+    says(controller, "PENDING")
+    first = SubmittedJob(OPTIONS, job, "17")
+    assert first.poll() == [Exit(name="worker-0", returncode=3)]  # of its first start, which has begun meanwhile
+    says(controller, "COMPLETED")
+    over = SubmittedJob(OPTIONS, job, "17")
+    assert len(over.poll()) == 3, "one that has ended before is not waited for"
 
 
 # --- submission
@@ -313,9 +460,11 @@ class Slurm:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sbatch: tuple[int, str], squeue: str = "") -> None:
         self.called: list[tuple[str, ...]] = []
+        self.deadlines_s: dict[str, float] = {}
 
-        def command(*words: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        def command(*words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
             self.called.append(words)
+            self.deadlines_s[words[0]] = timeout_s
             code, text = sbatch if words[0] == "sbatch" else (0, squeue)
             return subprocess.CompletedProcess(words, code, text if code == 0 else "", text if code else "")
 
@@ -344,9 +493,54 @@ def test_where_sbatch_does_not_print_a_number_the_queue_tells_it(monkeypatch: py
         assert getattr(error.value, "__notes__", []) == (
             ["job 17, 18, submitted nevertheless, was cancelled"] if queue else []
         )
+        # A refusal is not waited for.
+        assert slurm.deadlines_s == {"sbatch": 60, "squeue": 10} | ({"scancel": 10} if queue else {})
 
 
 def test_what_slurm_refuses_is_said_with_what_the_cluster_has(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     Slurm(monkeypatch, (1, "sbatch: error: no\n"))
     with pytest.raises(UserError, match=r"SLURM refused the job: sbatch: error: no\n--mem 900G: partition main has"):
         submission.submit(replace(OPTIONS, mem="900G"), job)
+
+
+def test_a_script_that_is_refused_without_a_word(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    Slurm(monkeypatch, (1, ""))
+    with pytest.raises(UserError, match="SLURM refused the job: no reason given; the job asks for 1 node"):
+        submission.submit(OPTIONS, job)
+
+
+def test_a_queue_that_is_not_shown_has_no_job(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    def command(*words: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        assert words[0] != "scancel"
+        return subprocess.CompletedProcess(words, words[0] == "squeue", f"17 {job.directory.script}\n", "")
+
+    monkeypatch.setattr(submission, "slurm_command", command)
+    with pytest.raises(UserError, match="sbatch did not print the number of a job"):
+        submission.submit(OPTIONS, job)
+
+
+def test_the_batch_script_is_left_in_the_run_directory(tmp_path: Path, job: Job) -> None:
+    text = submission.write_script(OPTIONS, job)
+    assert job.directory.script.read_text() == text
+    other = replace(job, directory=RunDirectory.create(tmp_path / "other"), start_id="later")
+    submission.write_script(OPTIONS, other)
+    assert other.exits.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("comment", "says"),
+    [
+        ("realhf-directory:bjcK", "the run directory /run is not there on n7; all nodes of the job must see it at the "
+         "same path: give --run-dir on a file system that they share"),
+        ("realhf-interpreter:bjcK", "the program python is not there on n7; all nodes of the job must see it at the "
+         "same path: install realhf on a file system that they share, and run it from there"),
+        ("realhf-setup:bjcK", "--setup-line 'n7' failed on its first node; try it on a node (srun --pty bash)"),
+        ("of-a-user:bjcK", ""),
+        ("realhf-setup:b", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_what_a_batch_script_leaves_in_the_comment(comment: str, says: str) -> None:
+    processes = (ProcessSpec(name="master", argv=("m",)), ProcessSpec(name="worker-0", argv=("python", "w")))
+    job = Job(directory=RunDirectory(Path("/run")), processes=processes, workers_per_node=1)
+    assert cannot_run(comment, job) == says

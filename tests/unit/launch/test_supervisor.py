@@ -284,13 +284,13 @@ def test_a_master_that_writes_no_status_any_more_is_given_up(
     written_s: list[float] = []
 
     def at(number: int) -> None:
-        if number in (50, 900, 1000):  # the first while the job waits: of an earlier start
+        if number in (50, 1800, 1900):  # the first while the job waits: of an earlier start
             written_s.append(clock.now_s)
             write_status(directory.status, Status(state="running", step=len(written_s), steps=9))
 
     spec = ProcessSpec(name=MASTER, argv=("true",))
     with pytest.raises(RunError, match=f"the master has been silent for {silence_s} s: it hangs, or its node does"):
-        supervise(Waiting(800, at, is_remote), job(directory, spec), lambda: None)
+        supervise(Waiting(100, at, is_remote), job(directory, spec), lambda: None)
     assert clock.now_s - written_s[-1] == pytest.approx(silence_s, abs=0.5)
 
 
