@@ -54,7 +54,7 @@ def unmet(options: SlurmOptions, job: Job, offer: Offer) -> Iterator[str]:
             yield f"--sbatch=--constraint={feature}: {where} has {', '.join(sorted(features)) or 'no features'}"
     yield from _too_large(options, job, nodes, has)
     limits = sorted((seconds_of(one.time_limit) or math.inf, one.time_limit) for one in nodes)
-    if (seconds_of(options.time_limit or "") or 0) > limits[-1][0]:
+    if _is_longer(options.time_limit, limits[-1][0]):
         yield f"--time-limit {options.time_limit}: {where} allows {limits[-1][1]}"
 
 
@@ -69,7 +69,7 @@ def unknown_names(options: SlurmOptions, offer: Offer) -> Iterator[str]:
     if qos and offer.qos is not None and qos not in offer.qos:
         yield f"--sbatch=--qos={qos}: yours are {', '.join(offer.qos)}"
     allowed = (offer.qos or {}).get(qos or "", "")
-    if allowed and (seconds_of(options.time_limit or "") or 0) > (seconds_of(allowed) or math.inf):
+    if _is_longer(options.time_limit, seconds_of(allowed) or math.inf):
         yield f"--time-limit {options.time_limit}: QOS {qos} allows {allowed}"
 
 
@@ -110,7 +110,12 @@ def _constraint(words: Iterable[str]) -> list[str]:
 
 
 def _gpus(one: Nodes, gpu_type: str | None) -> int:
-    return sum(one.gpus.values()) if gpu_type is None else one.gpus.get(gpu_type, 0)
+    return sum(number for kind, number in one.gpus.items() if gpu_type in (None, kind))
+
+
+def _is_longer(time_limit: str | None, allowed_s: float) -> bool:
+    limit_s = seconds_of(time_limit or "")
+    return limit_s is not None and limit_s > allowed_s
 
 
 def _memory_mb(size: str) -> float:

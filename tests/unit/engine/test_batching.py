@@ -85,10 +85,16 @@ def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_pre
     assert scheduler.blocks.free == num_pages
 
 
-def scheduler_of(lengths, twins=None, *, num_pages, max_running=100):
+def scheduler_of(lengths, twins=None, *, num_pages, max_running=100, max_prefill_tokens=1000, **more):
     twins = range(len(lengths)) if twins is None else twins
     return Scheduler(
-        lengths, twins, num_pages=num_pages, page_size=PAGE, max_running=max_running, max_prefill_tokens=1000
+        lengths,
+        twins,
+        num_pages=num_pages,
+        page_size=PAGE,
+        max_running=max_running,
+        max_prefill_tokens=max_prefill_tokens,
+        **more,
     )
 
 
@@ -134,8 +140,80 @@ def test_places_limit_the_batch_and_are_filled_when_a_sequence_ends():
     assert [p.members[0].index for p in step.prefills] == [2]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "most", "by_step"),
+    [
+        ([5, 5, 5], 10, [2, 1]),
+        ([5, 5, 5], 9, [1, 1, 1]),
+        ([5, 6, 5], 10, [1, 1, 1]),
+        ([12, 3], 10, [1, 1]),  # one prompt may be longer
+        ([3, 3, 3], 9, [3]),
+    ],
+)
+def test_the_prompts_of_a_step_are_limited(lengths, most, by_step):
+    scheduler = scheduler_of(lengths, num_pages=100, max_prefill_tokens=most)
+    assert [len(advance(scheduler).prefills) for _ in by_step] == by_step
+
+
+@pytest.mark.parametrize(
+    ("twins", "pages", "holds_all", "admitted"),
+    [
+        ([0, 0, 0, 0, 4], 5, False, 4),
+        ([0, 0, 0, 0, 4], 6, False, 5),
+        ([0, 0, 0, 0, 4], 5, True, 5),
+        ([0, 0, 0, 3], 4, False, 4),
+        ([0] * 8 + [8], 10, False, 8),
+        ([0] * 8 + [8], 11, False, 9),
+    ],
+)
+def test_a_page_for_every_four_that_run_is_kept_back_where_not_all_can_grow(twins, pages, holds_all, admitted):
+    scheduler = scheduler_of([1] * len(twins), twins, num_pages=pages, holds_all=holds_all)
+    step = scheduler.plan()
+    assert len(step.drawing) == admitted
+    assert [sequence.slot for sequence in step.drawing] == list(range(admitted))
+    assert scheduler.waiting == len(twins) - admitted
+    with pytest.raises(AssertionError, match="the last step has not ended"):
+        scheduler.plan()
+
+
+def test_twins_beyond_the_pages_or_places_wait_in_front_of_the_next_prompt():
+    for scheduler in (
+        scheduler_of([8, 8, 8, 1], [0, 0, 0, 3], num_pages=4),  # two full pages, and one each
+        scheduler_of([8, 8, 8, 1], [0, 0, 0, 3], num_pages=100, max_running=2),
+    ):
+        step = scheduler.plan()
+        assert [s.index for s in step.drawing] == [0, 1]
+        assert [(p.length, len(p.members)) for p in step.prefills] == [(8, 2)]
+        assert (step.rows, scheduler.waiting, scheduler.is_done) == (8, 2, False)
+
+
+def test_a_step_that_takes_pages_away_admits_nobody():
+    """What was just taken away would be given to another."""
+    scheduler = scheduler_of([4, 3, 1], num_pages=4, max_running=2, holds_all=True)
+    assert [s.index for s in advance(scheduler).drawing] == [0, 1]  # 2 and 1 pages
+    step = advance(scheduler)  # 1 has 4 tokens
+    assert ([s.index for s in step.decodes], step.grown) == ([0, 1], [])
+    step = advance(scheduler)
+    assert [s.index for s in step.grown] == [1]  # the last page
+    assert (scheduler.preemptions, scheduler.blocks.free) == (0, 0)
+    advance(scheduler)
+    advance(scheduler)
+    step = advance(scheduler)  # 0 has 9 tokens
+    assert ([s.index for s in step.decodes], [s.index for s in step.grown], step.prefills) == ([0], [0], [])
+    assert (scheduler.preemptions, scheduler.waiting, scheduler.blocks.free) == (1, 2, 1)
+
+
+def test_pages_that_a_sequence_needs():
+    assert [pages_for(length, 4) for length in (0, 1, 3, 4, 7, 8)] == [1, 1, 1, 2, 2, 3]
+
+
 def test_pages_are_counted_by_their_holders():
     blocks = BlockManager(2)
+    assert [blocks.allocate(), blocks.allocate(), blocks.free, blocks.size] == [0, 1, 0, 2]
+    blocks.release(0)
+    blocks.release(1)
+    with pytest.raises(AssertionError, match="page 1 is free"):
+        blocks.share(1)
     page = blocks.allocate()
     blocks.share(page)
     blocks.release(page)

@@ -10,7 +10,15 @@ from torch import Tensor
 from realhf.architecture.decoding import PAGE_TOKENS as PAGE
 from realhf.engine.generate import paged_attention
 from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
-from realhf.engine.generate.paged_attention import DecodeRows, FlashKernels, paged_kernel
+from realhf.engine.generate.paged_attention import (
+    CppKernels,
+    DecodeRows,
+    FlashKernels,
+    TorchKernels,
+    describe_attention,
+    paged_kernel,
+    paged_kernels,
+)
 from realhf.models.attention_kernels import Machine
 from tests.unit.models import flash
 
@@ -89,6 +97,105 @@ def test_copied_pages_hold_the_same_in_all_layers(kernels):
     cache.copy_pages([(0, 2), (1, 3)])
     for store, old in zip((cache._keys, cache._values), before, strict=True):
         assert torch.equal(store[:, [0, 1, 2, 3]], old[:, [0, 1, 0, 1]])
+
+
+def test_what_the_kernels_read_of_a_page_is_zero_at_first(kernels):
+    """Where they read behind the end of a sequence: what was there before must be finite."""
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(LAYERS, 4, 2, 8, torch.empty(0, dtype=dtype))
+        assert cache.size_bytes == 2 * 2 * 4 * PAGE * 2 * 8 * dtype.itemsize
+        assert list(cache.keys) == list(cache.values) == [3, 4]
+        for store in (cache._keys, cache._values):
+            store.fill_(torch.nan)
+        cache.copy_pages([])
+        cache.clear()
+        is_zero = [bool((store == 0).all()) for store in (cache._keys, cache._values)]
+        assert is_zero == [cache.kernels.reads_behind] * 2
+
+
+def test_what_kernels_say_of_themselves():
+    said = [(k.page, k.lengths_dtype, k.reads_behind, k.gathers) for k in (CppKernels, FlashKernels)]
+    assert said == [(16, torch.int64, False, False), (256, torch.int32, False, False)]
+    kernels = TorchKernels()
+    assert (kernels.page, kernels.lengths_dtype, kernels.reads_behind, kernels.gathers) == (16, torch.int64, True, True)
+    assert TorchKernels(3).page_shapes(2, 8) == ((2, 8, 3), (2, 3, 8))
+    assert FlashKernels().page_shapes(2, 8) == ((256, 2, 8), (256, 2, 8))
+
+
+def test_the_kernels_of_a_machine(monkeypatch):
+    flash_machine = replace(flash.HOPPER, flash_attn=(2, 8))
+    for here, has_cpp, dtype, head_dim, kind in (
+        (Machine(device="cpu"), True, torch.float32, 64, CppKernels),
+        (Machine(device="cpu"), False, torch.float32, 64, TorchKernels),
+        (flash_machine, True, torch.bfloat16, 64, FlashKernels),
+        (flash_machine, True, torch.bfloat16, 36, TorchKernels),
+    ):
+        monkeypatch.setattr(paged_attention, "machine", lambda device, here=here: here)
+        if not has_cpp:
+            monkeypatch.setattr(paged_attention, "_kernels", None)
+        assert type(paged_kernels(torch.empty(0, dtype=dtype), head_dim)) is kind
+        monkeypatch.undo()
+
+
+def test_kernels_are_described_once_for_all_dtypes_that_take_them(monkeypatch):
+    lines = describe_attention("cpu")
+    assert len(lines) == 1
+    assert lines[0].startswith("bfloat16, float32, float64: ")
+    assert lines[0].endswith(" over packed sequences, C++ over the KV cache")
+    here = replace(flash.HOPPER, flash_attn=(2, 8))
+    monkeypatch.setattr(paged_attention, "machine", lambda device: here)
+    half, whole = describe_attention("cuda")
+    assert half.startswith("bfloat16: ")
+    assert half.endswith(", flash-attn over the KV cache")
+    assert whole.startswith("float32, float64: ")
+    assert whole.endswith(", gathered pages over the KV cache")
+    monkeypatch.setattr(paged_attention, "machine", lambda device: Machine(device="cpu"))
+    monkeypatch.setattr(paged_attention, "_kernels", None)
+    assert describe_attention("cpu")[0].endswith(", gathered pages over the KV cache")
+
+
+def test_wrong_tensors_never_come_to_the_kernel():
+    """It takes shapes, orders and dtypes on trust."""
+    kernels = CppKernels(torch.float32)
+    keys, values = torch.zeros(3, 2, 8, PAGE), torch.zeros(3, 2, PAGE, 8)
+    new, places = torch.zeros(4, 2, 8), torch.arange(4)
+    rows = DecodeRows(torch.zeros(4, 1, dtype=torch.int32), torch.arange(4))
+    kernels.write(keys, values, places, new, new)
+    kernels.attend(keys, values, rows, new, new, new, None)
+    wide = torch.zeros(4, 2, 16)
+    for wrong in (
+        (keys, values, places[:3], new, new),
+        (keys, values, places.int(), new, new),
+        (keys, values, torch.arange(8)[::2], new, new),
+        (torch.zeros(3, 2, 8, 8), values, places, new, new),
+        (keys, torch.zeros(2, 2, PAGE, 8), places, new, new),
+        (keys, torch.zeros(3, 2, 8, PAGE), places, new, new),
+        (torch.zeros(3, 2, PAGE, 8).transpose(2, 3), values, places, new, new),
+        (keys, torch.zeros(3, 2, 8, PAGE).transpose(2, 3), places, new, new),
+        (keys, values, places, new[:, :1], new),
+        (keys, values, places, new, new[:3]),
+        (keys, values, places, new[:, :1], new[:, :1]),
+        (keys, values, places, wide[:, :, ::2], new),
+        (keys, values, places, new, torch.zeros(4, 8, 2).transpose(1, 2)),
+        (keys.double(), values, places, new, new),
+        (keys, values.double(), places, new, new),
+        (keys, values, places, new.double(), new),
+        (keys, values, places, new, new.double()),
+    ):
+        with pytest.raises(AssertionError):
+            kernels.write(*wrong)
+    table, lengths = rows.table, rows.lengths
+    for wrong_rows, query in (
+        (DecodeRows(table.long(), lengths), new),
+        (DecodeRows(table, lengths.int()), new),
+        (DecodeRows(torch.zeros(1, 4, dtype=torch.int32).t().expand(4, 2), lengths), new),
+        (DecodeRows(table, torch.arange(8)[::2]), new),
+        (DecodeRows(table[:3], lengths), new),
+        (DecodeRows(table, lengths[:3]), new),
+        (rows, new[:3]),
+    ):
+        with pytest.raises(AssertionError):
+            kernels.attend(keys, values, wrong_rows, query, new, new, None)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 60.0])

@@ -55,6 +55,12 @@ def test_what_a_cluster_has_is_asked_of_slurm(monkeypatch: pytest.MonkeyPatch) -
     answers(monkeypatch)
     assert ask() == Offer()
 
+    def missing(*words: str, timeout_s: float) -> None:
+        raise UserError(f"{words[0]} was not found")
+
+    monkeypatch.setattr(offer_module, "slurm_command", missing)
+    assert ask() == Offer()
+
 
 def job(folder: Path, nodes: int = 2, **more: Any) -> Job:
     names = ("master", *map(worker_name, range(2 * nodes)))
@@ -66,6 +72,7 @@ def test_an_array_runs_the_script_of_each_of_its_jobs(monkeypatch: pytest.Monkey
     submitted: list[Path] = []
 
     def submit(script: Path, options: SlurmOptions, of: Job) -> str:
+        assert of is jobs[0]
         submitted.append(script)
         return "20"
 
@@ -74,6 +81,8 @@ def test_an_array_runs_the_script_of_each_of_its_jobs(monkeypatch: pytest.Monkey
     launcher = SlurmLauncher(SlurmOptions(cpu_only=True))
     assert launcher.start_array(jobs, tmp_path, 2) == ["20_0", "20_1", "20_2"]
     [script] = submitted
+    alone = jobs[:1]
+    assert (launcher.start_array(alone, tmp_path / "a", None), len(submitted)) == (["20_0"], 2)
     text = script.read_text()
     assert "#SBATCH --array=0-2%2\n" in text
     assert [str(each.directory.script) in text and each.directory.script.is_file() for each in jobs] == [True] * 3
@@ -157,8 +166,8 @@ def test_nodes_where_something_failed_are_not_asked_for(monkeypatch: pytest.Monk
     assert called == [("scontrol", "show", "hostnames", "n[1-3]")]
     of = job(tmp_path / "a", nodelist="n[1-3]", avoided=frozenset({"n2"}))
     assert "#SBATCH --nodelist=n1,n3\n" in SlurmLauncher(SlurmOptions(cpu_only=True)).preview(of)
-    both = job(tmp_path / "b", avoided=frozenset({"n5", "n2"}))
-    assert "#SBATCH --exclude=n2,n5\n" in SlurmLauncher(SlurmOptions(cpu_only=True)).preview(both)
+    both = job(tmp_path / "b", avoided=frozenset(f"n{index}" for index in range(1, 9)))
+    assert "#SBATCH --exclude=n1,n2,n3,n4,n5,n6,n7,n8\n" in SlurmLauncher(SlurmOptions(cpu_only=True)).preview(both)
     asked = job(tmp_path / "c", nodelist="n[1-3]")
     assert "#SBATCH --nodelist=n7\n" in SlurmLauncher(SlurmOptions(cpu_only=True, nodelist="n7")).preview(asked)
 

@@ -159,6 +159,21 @@ def test_too_many_gpus_are_refused_and_none_have_a_way_out(partition: str, ends:
     assert text.endswith(ends)
 
 
+def test_of_several_kinds_of_nodes_the_largest_counts_whatever_their_order() -> None:
+    small = Nodes(
+        partition="main", is_default=True, count=1, cpus=8, memory_mb=1024, gpus={"": 2, "a": 1}, time_limit="1"
+    )
+    large = replace(small, cpus=64, memory_mb=4096, gpus={"a": 4, "b": 2}, time_limit="2")
+    for nodes in ((small, large), (large, small)):
+        there = Offer(nodes=nodes)
+        asked = SlurmOptions(time_limit="2", mem="4G", gpu_type="a", cpus_per_worker=15)
+        assert list(unmet(asked, job(2, 4), there)) == []
+        more = unmet(replace(asked, time_limit="2:01", mem="5G"), job(3, 5), there)
+        assert [text.split(":")[0] for text in more] == ["--nodes 3", "--gpus-per-node 5", "--time-limit 2"]
+        [text] = unmet(replace(asked, gpu_type="c"), job(1, 2), there)
+        assert text.endswith("; its types are a, b")
+
+
 def test_a_node_with_one_cpu_has_no_place_for_a_worker() -> None:
     node = Nodes(partition="main", is_default=True, count=1, cpus=1, memory_mb=1024)
     assert list(unmet(SlurmOptions(cpu_only=True), job(1, 1), Offer(nodes=(node,)))) == [

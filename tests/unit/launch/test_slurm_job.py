@@ -35,7 +35,7 @@ class Controller:
         self.commands: list[tuple[str, ...]] = []
         self.times_s: list[float] = []  # of the commands
         self.now_s = 1000.0
-        self.asked = 0  # for what the cluster offers
+        self.asked = self.submitted = 0  # for what the cluster offers; jobs
         self.looks = 0
         self.after: Callable[[], None] = lambda: None
 
@@ -49,6 +49,10 @@ class Controller:
         self.commands.append(words)
         self.times_s.append(self.now_s)
         return subprocess.CompletedProcess(words, 0, "", "")
+
+    def submit(self, options: SlurmOptions, job: Job) -> str:
+        self.submitted += 1
+        return "17"
 
     def ask(self) -> Offer:
         self.asked += 1
@@ -67,7 +71,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     monkeypatch.setattr(job_module, "time", made)
     monkeypatch.setattr(job_module, "job_state", made.job_state)
     monkeypatch.setattr(job_module, "slurm_command", made.command)
-    monkeypatch.setattr(job_module, "submit", lambda options, job: "17")
+    monkeypatch.setattr(job_module, "submit", made.submit)
     monkeypatch.setattr(job_module, "ask", made.ask)
     return made
 
@@ -450,6 +454,7 @@ def test_a_job_that_was_submitted_before_is_taken_up_where_it_is(controller: Con
     says(controller, "COMPLETED")
     over = SubmittedJob(OPTIONS, job, "17")
     assert len(over.poll()) == 3, "one that has ended before is not waited for"
+    assert controller.submitted == 0
 
 
 # --- submission
@@ -519,6 +524,16 @@ def test_a_queue_that_is_not_shown_has_no_job(monkeypatch: pytest.MonkeyPatch, j
         submission.submit(OPTIONS, job)
 
 
+def test_without_slurm_it_is_said_and_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+    def command(*words: str, **_: Any) -> None:
+        raise UserError(f"{words[0]} was not found")
+
+    monkeypatch.setattr(submission, "slurm_command", command)
+    with pytest.raises(UserError, match=r"^sbatch was not found$") as error:
+        submission.submit(OPTIONS, job)
+    assert not hasattr(error.value, "__notes__")
+
+
 def test_the_batch_script_is_left_in_the_run_directory(tmp_path: Path, job: Job) -> None:
     text = submission.write_script(OPTIONS, job)
     assert job.directory.script.read_text() == text
@@ -535,6 +550,7 @@ def test_the_batch_script_is_left_in_the_run_directory(tmp_path: Path, job: Job)
         ("realhf-interpreter:bjcK", "the program python is not there on n7; all nodes of the job must see it at the "
          "same path: install realhf on a file system that they share, and run it from there"),
         ("realhf-setup:bjcK", "--setup-line 'n7' failed on its first node; try it on a node (srun --pty bash)"),
+        ("realhf-setup:/24=", "--setup-line '\ufffdn' failed on its first node; try it on a node (srun --pty bash)"),
         ("of-a-user:bjcK", ""),
         ("realhf-setup:b", ""),
         ("", ""),

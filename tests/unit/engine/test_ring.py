@@ -1,0 +1,178 @@
+"""One stage of a ring of three, with stand-ins for its peers and for its batches: what it sends, takes and computes."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.base.errors import RunError
+from realhf.engine.generate import ring
+from realhf.engine.generate.ring import Ring
+
+HIDDEN = torch.empty(0, 4, dtype=torch.bfloat16)
+TIMEOUT_S = 7.0
+
+
+class Pipeline:
+    """The groups of rank 10 * stage, and what passes over them; `log` has everything in its order."""
+
+    def __init__(self, stage: int, pp: int, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        self.stage, self.rank, self.is_first_stage, self.is_last_stage = stage, 10 * stage, stage == 0, stage == pp - 1
+        self.layout = SimpleNamespace(strategy=SimpleNamespace(pp=pp))
+        self.pipeline, self.waits, self.log, self.fails = "the stages", self, [], fails  # type: ignore[var-annotated]
+        monkeypatch.setattr(ring.dist, "isend", self.isend)
+        monkeypatch.setattr(ring.dist, "irecv", self.irecv)
+
+    def stage_rank(self, stage: int) -> int:
+        return 10 * stage
+
+    def isend(self, tensor: Tensor, peer: int, group: str) -> str:
+        assert (tensor.is_contiguous(), group) == (True, "the stages")
+        self.log.append(f"send {tensor.tolist()} to {peer}")
+        return f"send to {peer}"
+
+    def irecv(self, tensor: Tensor, peer: int, group: str) -> str:
+        assert group == "the stages"
+        self.log.append(f"receive {list(tensor.shape)} {tensor.dtype} from {peer}")
+        return f"receive from {peer}"
+
+    def wait(self, work: str, timeout_s: float, what: Callable[[], str]) -> None:
+        assert timeout_s == TIMEOUT_S
+        if self.fails:
+            raise RuntimeError("gone")
+        self.log.append(f"{work}: {what()}")
+
+
+class Batch:
+    """Ends after some steps, of which each draws two tokens from three rows."""
+
+    def __init__(self, name: str, ends_after: int, pipeline: Pipeline) -> None:
+        self.name, self.ends_after, self.steps, self.log = name, ends_after, 0, pipeline.log
+        self.step: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.steps == self.ends_after
+
+    def plan(self) -> Any:
+        self.log.append(f"plan {self.name}{self.steps}")
+        self.step = SimpleNamespace(rows=3, drawing=[None, None])
+        return self.step
+
+    def compute(self, hidden: Tensor | None) -> Tensor:
+        shown = "tokens" if hidden is None else f"{list(hidden.shape)}"
+        self.log.append(f"compute {self.name}{self.steps} on {shown}")
+        return torch.tensor([[1, 0], [2, 0]])[:, 0]  # not contiguous
+
+    def choose(self, logits: Tensor) -> Tensor:
+        self.log.append(f"choose from {logits.tolist()}")
+        return logits + 4
+
+    def accept(self, tokens: Tensor) -> None:
+        self.log.append(f"accept {list(tokens.shape)} {tokens.dtype}")
+        self.steps += 1
+
+
+def carried_out(pipeline: Pipeline, *steps: int) -> list[str]:
+    batches: Any = [Batch(name, count, pipeline) for name, count in zip("abc", steps, strict=False)]
+    Ring(pipeline, batches, HIDDEN, TIMEOUT_S).run()  # type: ignore[arg-type]
+    return pipeline.log
+
+
+def test_the_first_stage_sends_hidden_states_and_waits_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = "send to 10: generate: rank 0 waited for rank 10 to take the hidden states of decode step"
+    took = "receive from 20: generate: rank 0 waited for the tokens of decode step"
+    assert carried_out(Pipeline(0, 3, monkeypatch), 2, 1) == [
+        "plan a0",
+        "plan b0",
+        "compute a0 on tokens",
+        "send [1, 2] to 10",
+        "compute b0 on tokens",
+        "send [1, 2] to 10",
+        "receive [2] torch.int64 from 20",
+        f"{took} 0 from rank 20",
+        f"{sent} 0",
+        "accept [2] torch.int64",
+        "plan a1",
+        "compute a1 on tokens",
+        "send [1, 2] to 10",
+        "receive [2] torch.int64 from 20",
+        f"{took} 0 from rank 20",
+        f"{sent} 0",
+        "accept [2] torch.int64",
+        "receive [2] torch.int64 from 20",
+        f"{took} 1 from rank 20",
+        f"{sent} 1",
+        "accept [2] torch.int64",
+    ]
+
+
+def test_a_stage_between_takes_hidden_states_and_sends_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited = "receive [3, 4] torch.bfloat16 from 0"
+    came = "receive from 0: generate: rank 10 waited for the hidden states of decode step"
+    tokens = [
+        "receive [2] torch.int64 from 20",
+        "receive from 20: generate: rank 10 waited for the tokens of decode step",
+    ]
+    sent = "send to 20: generate: rank 10 waited for rank 20 to take the hidden states of decode step"
+    assert carried_out(Pipeline(1, 3, monkeypatch), 2) == [
+        "plan a0",
+        awaited,
+        f"{came} 0 from rank 0",
+        "compute a0 on [3, 4]",
+        "send [1, 2] to 20",
+        tokens[0],
+        f"{tokens[1]} 0 from rank 20",
+        f"{sent} 0",
+        "accept [2] torch.int64",
+        "plan a1",
+        awaited,
+        f"{came} 1 from rank 0",
+        "compute a1 on [3, 4]",
+        "send [1, 2] to 20",
+        tokens[0],
+        f"{tokens[1]} 1 from rank 20",
+        f"{sent} 1",
+        "accept [2] torch.int64",
+    ]
+
+
+def test_the_last_stage_sends_tokens_to_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = "receive from 10: generate: rank 20 waited for the hidden states of decode step"
+    taken = [
+        f"send to {peer}: generate: rank 20 waited for rank {peer} to take the tokens of decode step"
+        for peer in (0, 10)
+    ]
+    step = ["choose from [1, 2]", "send [5, 6] to 0", "send [5, 6] to 10", "accept [2] torch.int64"]
+    assert carried_out(Pipeline(2, 3, monkeypatch), 2) == [
+        "plan a0",
+        "receive [3, 4] torch.bfloat16 from 10",
+        f"{came} 0 from rank 10",
+        "compute a0 on [3, 4]",
+        *step,
+        "plan a1",
+        "receive [3, 4] torch.bfloat16 from 10",
+        f"{came} 1 from rank 10",
+        "compute a1 on [3, 4]",
+        *(f"{each} 0" for each in taken),
+        *step,
+        *(f"{each} 1" for each in taken),
+    ]
+
+
+def test_a_stage_alone_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = carried_out(Pipeline(0, 1, monkeypatch), 1, 2)
+    step = ["choose from [1, 2]", "accept [2] torch.int64"]
+    assert log == [
+        "plan a0", "plan b0", "compute a0 on tokens", *step, "compute b0 on tokens", *step, "plan b1",
+        "compute b1 on tokens", *step,
+    ]  # fmt: skip
+
+
+def test_a_peer_that_is_gone_is_named_with_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"^generate: rank 10 waited for the hidden states of decode step 0 from rank 0 \(deadline 7 s\): gone$"
+    with pytest.raises(RunError, match=message):
+        carried_out(Pipeline(1, 3, monkeypatch, fails=True), 1)
