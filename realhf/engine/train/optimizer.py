@@ -13,7 +13,7 @@ from realhf.cpu import fused
 
 # Elements that are updated at a time on a CPU: their gradients and states stay in a core's cache from the first pass
 # over them to the last.
-CPU_CHUNK = 2**18
+_CPU_CHUNK = 2**18
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -39,7 +39,7 @@ def gradient_dtype(parameters: torch.dtype, config: OptimizerConfig) -> torch.dt
 
 def chunks(vector: Tensor) -> Iterator[slice]:
     """The parts of a vector that one pass after another is made over."""
-    size = CPU_CHUNK if vector.device.type == "cpu" else OPTIMIZER_ELEMENTS
+    size = _CPU_CHUNK if vector.device.type == "cpu" else OPTIMIZER_ELEMENTS
     return (slice(start, start + size) for start in range(0, len(vector), size))
 
 
@@ -111,7 +111,7 @@ class FlatAdamW:
     def _step(self, parameters: Tensor, gradients: Tensor, scale: float, kept: dict[str, Tensor]) -> None:
         state = kept
         if self.config.offload_states:
-            state = {k: s.to(parameters.device, non_blocking=True, copy=True) for k, s in kept.items()}
+            state = {k: s.to(parameters.device, non_blocking=True) for k, s in kept.items()}
         target = state["master"] if self.has_master else parameters
         gradients = gradients.to(target.dtype)
         adamw(

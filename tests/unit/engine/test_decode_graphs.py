@@ -1,5 +1,9 @@
 """Decode steps padded to buckets and replayed over buffers that stay, against the same generation without."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,9 +14,20 @@ from realhf.base.errors import UserError
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
-from realhf.engine.generate import paged_attention
-from realhf.engine.generate.decode_graphs import DecodeWorkspace, capture_of, power_of_two, rows_bucket
+from realhf.engine.generate import decode_graphs, paged_attention
+from realhf.engine.generate.decode_graphs import (
+    CacheSizes,
+    CudaCapture,
+    DecodeGraphs,
+    DecodeWorkspace,
+    KeptWorkspace,
+    capture_of,
+    power_of_two,
+    rows_bucket,
+)
+from realhf.engine.generate.kv_cache import KVCache
 from realhf.engine.generate.loop import generate
+from realhf.engine.generate.paged_attention import CppKernels, TorchKernels
 from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.models.decoder import Decoder
@@ -131,3 +146,174 @@ def test_a_model_keeps_them_as_long_as_it_is_asked_to():
     assert new is not first
     model.residency.free()
     assert model._kept.workspace is None  # their pages go with the parameters
+
+
+def test_steps_are_captured_on_a_gpu_unless_that_is_off(monkeypatch):
+    monkeypatch.setattr(decode_graphs, "CudaCapture", lambda: "captured")
+    for is_cuda, life, captured in (
+        (True, "kept", "captured"),
+        (True, "call", "captured"),
+        (True, "off", None),
+        (False, "kept", None),
+    ):
+        parameters = iter([SimpleNamespace(is_cuda=is_cuda)])
+        decoder = SimpleNamespace(parameters=lambda parameters=parameters: parameters, config=tiny())
+        assert capture_of(decoder, life) == captured
+
+
+def test_a_cuda_graph_is_recorded_behind_a_first_run_beside_the_present_stream(monkeypatch):
+    log = []
+
+    class Stream:
+        def __init__(self, name="new"):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def on(stream):
+        log.append(f"on {stream.name}")
+        yield
+        log.append("back")
+
+    @contextmanager
+    def recording(graph, pool, capture_error_mode):
+        log.append(f"record in {pool}, errors of a {capture_error_mode}")
+        yield
+        log.append("recorded")
+
+    for name, stand_in in {
+        "graph_pool_handle": lambda: "the pool",
+        "Stream": Stream,
+        "current_stream": lambda: Stream("present"),
+        "stream": on,
+        "CUDAGraph": lambda: SimpleNamespace(replay="replay"),
+        "graph": recording,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    assert CudaCapture()(lambda: log.append("compute")) == "replay"
+    assert log == [
+        "new waits for present", "on new", "compute", "back", "present waits for new",
+        "record in the pool, errors of a thread_local", "compute", "recorded",
+    ]  # fmt: skip
+
+
+class Written:
+    """A capture that notes what the buffers hold when a step is computed."""
+
+    def __init__(self, graphs):
+        self.graphs, self.shapes = graphs, []
+
+    def __call__(self, compute):
+        def replay():
+            step, _ = list(self.graphs()._steps.values())[-1] if self.graphs()._steps else (None, None)
+            assert step is not None
+            self.shapes.append((step.x.tolist(), step.lengths.tolist(), step.table.tolist()))
+            compute()
+
+        return replay
+
+
+def graphs_of(kernels, max_rows=5, width=3, pages=9, capture=None):
+    decoder = decoder_of(tiny(num_layers=1))
+    cache = KVCache(range(1), pages, 4, 8, next(decoder.parameters()), kernels)
+    for store in (cache._keys, cache._values):
+        store.zero_()
+    made = []
+    graphs = DecodeGraphs(decoder, cache, max_rows, width, capture or Written(lambda: made[0]), 7.0)
+    made.append(graphs)
+    return graphs
+
+
+@pytest.mark.parametrize("kernels", [TorchKernels(), None], ids=["gathers", "reads what it needs"])
+def test_a_step_is_padded_with_rows_of_one_token_in_the_spare_page(kernels):
+    """The table is as wide as a bucket of pages where the work grows with it, else always as wide as it may be."""
+    graphs = graphs_of(kernels)
+    assert (graphs.max_rows, graphs.width) == (8, 4)
+    table = np.array([[3, 1], [4, 2], [5, 6]], dtype=np.int32)
+    out = graphs(torch.tensor([7, 8, 9]), np.array([5, 17, 3]), table)
+    assert out.shape == (3, 24)
+    spare = [8] * (0 if kernels else 2)
+    assert graphs.capture.shapes == [
+        ([7, 8, 9, 0], [5, 17, 3, 0], [[3, 1, *spare], [4, 2, *spare], [5, 6, *spare], [8, 8, *spare]])
+    ]
+    graphs(torch.tensor([5, 6, 7, 4]), np.array([1, 2, 3, 4]), np.array([[1, 0]] * 4, dtype=np.int32))
+    x, lengths, _ = graphs.capture.shapes[-1]
+    assert (x, lengths, len(graphs._steps)) == ([5, 6, 7, 4], [1, 2, 3, 4], 1)
+    graphs(torch.tensor([5]), np.array([1]), np.array([[1, 0]], dtype=np.int32))
+    assert len(graphs._steps) == 2
+    graphs(torch.tensor([5]), np.array([1]), np.array([[1]], dtype=np.int32))
+    assert len(graphs._steps) == (3 if kernels else 2)
+
+
+def test_graphs_serve_what_is_no_larger_than_they_are():
+    graphs = graphs_of(None)  # 9 pages with the spare one, 8 rows, 4 pages a row
+    kernels = graphs.cache.kernels
+    assert graphs.fits(kernels, CacheSizes(8, 8, 4))
+    for sizes in (CacheSizes(9, 8, 4), CacheSizes(8, 9, 4), CacheSizes(8, 8, 5)):
+        assert not graphs.fits(kernels, sizes)
+    assert not graphs.fits(TorchKernels(3), CacheSizes(1, 1, 1))
+
+
+def test_a_step_among_tensor_parallel_ranks_is_watched(monkeypatch):
+    """torch's watchdog knows nothing of collectives in a graph."""
+    watched = []
+    graphs = graphs_of(None)
+    step = torch.tensor([5]), np.array([1]), np.array([[1]], dtype=np.int32)
+    graphs(*step)
+    waits = SimpleNamespace(watch=lambda timeout_s, what: watched.append((timeout_s, what())))
+    groups = SimpleNamespace(tensor="a group", waits=waits, rank=3)
+    graphs.decoder = SimpleNamespace(groups=groups)
+    [(kept, _)] = graphs._steps.values()
+    graphs._steps = {shape: (kept, lambda: None) for shape in graphs._steps}
+    graphs(*step)
+    assert watched == [(7.0, "generate: rank 3 waited for the other tensor-parallel ranks in a decode step")]
+
+
+def test_pages_and_graphs_only_grow():
+    decoder, kernels = decoder_of(tiny(num_layers=2)), CppKernels(torch.float64)
+    workspace = DecodeWorkspace(EagerCapture(), 5.0)
+    assert DecodeWorkspace(None).timeout_s == 600
+
+    def sizes(index, *asked):
+        cache, graphs = workspace.of_batch(index, decoder, kernels, CacheSizes(*asked))
+        assert graphs.cache is cache
+        assert graphs.timeout_s == 5.0
+        assert (cache.keys[1].shape, len(cache.keys)) == ((cache.pages, 4, 8, 16), 2)
+        return graphs, (cache.pages, graphs.max_rows, graphs.width)
+
+    first, found = sizes(0, 10, 4, 2)
+    assert found == (11, 4, 2)  # one is spare
+    again, found = sizes(0, 10, 3, 1)
+    assert again is first
+    wider, found = sizes(0, 5, 4, 3)
+    assert (wider is first, found) == (False, (11, 4, 4))
+    assert sizes(0, 12, 1, 1)[1] == (13, 4, 4)
+    assert sizes(0, 1, 9, 1)[1] == (13, 16, 4)
+    assert sizes(1, 2, 1, 1)[1] == (3, 1, 1)
+
+
+def test_pages_that_are_used_again_are_harmless():
+    decoder, workspace = decoder_of(tiny(num_layers=1)), DecodeWorkspace(EagerCapture())
+    asked = 0, decoder, TorchKernels(), CacheSizes(2, 1, 1)
+    cache, _ = workspace.of_batch(*asked)
+    cache._values.fill_(torch.nan)
+    assert workspace.of_batch(*asked)[0] is cache
+    assert (cache._values == 0).all()
+
+
+@pytest.mark.parametrize("is_possible", [True, False])
+def test_a_workspace_is_kept_where_that_is_asked_for_and_possible(is_possible):
+    kept, decoder = KeptWorkspace(is_possible=is_possible, timeout_s=9.0), decoder_of(tiny(num_layers=1))
+    first = kept.of_call(decoder, "kept")
+    assert (first.timeout_s, first.capture) == (9.0, None)
+    assert kept.workspace is (first if is_possible else None)
+    assert (kept.of_call(decoder, "kept") is first) == is_possible
+    for life in ("call", "off"):
+        kept.of_call(decoder, "kept")
+        assert kept.of_call(decoder, life) is not first
+        assert kept.workspace is None
+    kept.of_call(decoder, "kept")
+    kept.forget()
+    assert kept.workspace is None

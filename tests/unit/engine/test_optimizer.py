@@ -1,5 +1,7 @@
 """The flat AdamW against torch's own per-parameter one, its schedule against numbers by hand."""
 
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from realhf.api.experiment import OptimizerConfig
 from realhf.engine.tensor_bytes import PeakMemory
 from realhf.engine.train import optimizer as optimizer_module
-from realhf.engine.train.optimizer import FlatAdamW, learning_rate, square_sum
+from realhf.engine.train.optimizer import FlatAdamW, chunks, gradient_dtype, learning_rate, square_sum
 
 
 def test_learning_rate_by_hand() -> None:
@@ -23,6 +25,8 @@ def test_learning_rate_by_hand() -> None:
     constant = OptimizerConfig(lr=2.0, warmup_steps=4, schedule="constant")
     assert [learning_rate(constant, step, 6) for step in (0, 1, 3, 5, 9)] == [0.5, 1.0, 2.0, 2.0, 2.0]
     assert learning_rate(OptimizerConfig(lr=2.0), 0, 1) == 2.0
+    all_warm = OptimizerConfig(lr=2.0, warmup_steps=3, schedule="linear", final_lr_ratio=0.0)
+    assert [learning_rate(all_warm, step, 3) for step in (2, 3, 4)] == [2.0, 2.0, 0.0]
     assert learning_rate(OptimizerConfig(lr=2.0, final_lr_ratio=0.5), 5, 10) == pytest.approx(1.5)
 
 
@@ -68,7 +72,7 @@ def test_bfloat16_parameters_follow_a_float32_master() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_offloaded_states_give_the_same_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "CPU_CHUNK", 64)  # three chunks
+    monkeypatch.setattr(optimizer_module, "_CPU_CHUNK", 64)  # three chunks
     generator = torch.Generator().manual_seed(2)
     start, gradients = torch.randn(150, generator=generator).to(dtype), torch.randn(4, 150, generator=generator)
     here, there = (
@@ -110,7 +114,7 @@ def test_a_step_and_the_norm_take_memory_for_a_chunk_alone() -> None:
     parameters = torch.zeros(40 * 1024, dtype=torch.bfloat16)
     gradients = torch.ones(40 * 1024, dtype=torch.bfloat16)
     optimizer = FlatAdamW([parameters], OptimizerConfig(), total_steps=1)
-    with mock.patch.object(optimizer_module, "CPU_CHUNK", 1024), PeakMemory() as memory:
+    with mock.patch.object(optimizer_module, "_CPU_CHUNK", 1024), PeakMemory() as memory:
         assert square_sum(gradients).item() == 40 * 1024
         optimizer.step([gradients], 0.5)
     assert 0 < memory.peak_bytes <= 3 * 8 * 1024
@@ -126,3 +130,77 @@ def test_scaled_gradients_give_the_step_of_scaled_gradients() -> None:
         theirs.step([gradient * 0.25])
     assert torch.equal(ours.parameters[0], theirs.parameters[0])
     assert not torch.equal(ours.parameters[0], start)
+
+
+def test_sums_of_gradients_are_in_float32_at_least_unless_asked_otherwise() -> None:
+    wide, narrow = OptimizerConfig(), OptimizerConfig(fp32_gradients=False)
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    assert [gradient_dtype(dtype, wide) for dtype in dtypes] == [torch.float32, torch.float32, torch.float64]
+    assert [gradient_dtype(dtype, narrow) for dtype in dtypes] == list(dtypes)
+
+
+def test_a_vector_is_passed_over_in_parts_that_suit_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "_CPU_CHUNK", 4)
+    monkeypatch.setattr(optimizer_module, "OPTIMIZER_ELEMENTS", 6)
+    for device, parts in (("cpu", [(0, 4), (4, 8), (8, 12)]), ("meta", [(0, 6), (6, 12)])):
+        found = list(chunks(torch.empty(9, device=device)))
+        assert [(part.start, part.stop) for part in found] == parts
+    assert list(chunks(torch.empty(0))) == []
+
+
+def test_sums_of_squares_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "_CPU_CHUNK", 4)
+    monkeypatch.setattr(optimizer_module.fused, "takes", lambda *_: False)
+    total = square_sum(torch.tensor([1.0, -2.0, 3.0, 1e4, 5.0, 6e-2]))
+    assert (total.item(), total.dtype, total.shape) == (pytest.approx(100_000_039.0036, rel=1e-10), torch.float64, ())
+    nothing = square_sum(torch.empty(0))
+    assert (nothing.item(), nothing.dtype, nothing.shape) == (0.0, torch.float64, ())
+
+
+def test_parts_of_an_arena_are_updated_as_one_vector() -> None:
+    arena, whole = torch.linspace(-1, 1, 20), torch.linspace(-1, 1, 20)
+    parts = [arena[2:7], arena[9:9], arena[11:20]]
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.3)
+    ours, theirs = FlatAdamW(parts, config, 3), FlatAdamW([whole], config, 3)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        gradient = torch.randn(20, generator=generator)
+        ours.step([gradient[2:7], gradient[9:9], gradient[11:20]])
+        theirs.step([gradient])
+    updated = torch.cat([whole[2:7], whole[11:20]])
+    assert torch.equal(torch.cat([arena[2:7], arena[11:20]]), updated)
+    assert torch.equal(arena[[0, 1, 7, 8, 9, 10]], torch.linspace(-1, 1, 20)[[0, 1, 7, 8, 9, 10]])
+    assert torch.equal(ours.state["exp_avg"], torch.cat([theirs.state["exp_avg"][a:b] for a, b in ((2, 7), (11, 20))]))
+    assert [len(vector) for vector in ours.state.values()] == [14, 14]
+
+
+class Part:
+    """A vector of parameters on a device that is not there."""
+
+    dtype, device = torch.float32, torch.device("cuda")
+
+    def __len__(self) -> int:
+        return 5
+
+    def detach(self) -> "Part":
+        return self
+
+
+@pytest.mark.parametrize(("offloads", "device"), [(True, "cpu"), (False, "cuda")])
+def test_states_lie_beside_the_parameters_or_in_host_memory_that_copies_need_not_wait_for(
+    monkeypatch: pytest.MonkeyPatch, offloads: bool, device: str
+) -> None:
+    made: list[Any] = []
+
+    def zeros(*size: int, **more: Any) -> Any:
+        made.append((*size, more["dtype"], more["device"].type, more["pin_memory"]))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    parts: Any = [Part(), Part()]
+    optimizer = FlatAdamW(parts, OptimizerConfig(offload_states=offloads), 1)
+    assert made == [(10, torch.float32, device, offloads)] * 2
+    assert optimizer.on_device() == ([] if offloads else list(optimizer.state.values()))
+    monkeypatch.undo()
+    here = FlatAdamW([torch.zeros(3)], OptimizerConfig(offload_states=offloads), 1)
+    assert [vector.is_pinned() for vector in here.state.values()] == [False, False]

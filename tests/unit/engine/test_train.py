@@ -1,6 +1,7 @@
 """A training step on one rank: micro-batches, statistics, what it refuses, its optimizer state as boxes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
 from realhf.engine.packing import PackedMicroBatch, pack_micro_batch
 from realhf.engine.returned import InterfaceError
-from realhf.parallel.vocabulary import Logits
+from realhf.engine.train.step import reaching
+from realhf.parallel.vocabulary import Logits, WholeLogits
 from tests.unit.engine.losses import ONE_RANK, boxes_of, next_token_loss, random_batch, tiny, trained_tokens
 
 CONFIG = tiny(num_layers=2)
@@ -85,6 +87,53 @@ def test_clipping_by_hand() -> None:
     torch.testing.assert_close(gradient, torch.full((32,), 0.5 / 32**0.5, dtype=gradient.dtype), rtol=1e-6, atol=0)
     # The first step of AdamW is lr x sign(gradient), whatever its size.
     torch.testing.assert_close(norm, before - stats["lr"][0], rtol=1e-6, atol=0)
+
+
+def test_a_gradient_of_almost_nothing_is_not_divided_by_it() -> None:
+    trained = model(max_grad_norm=1e-6, warmup_steps=4)
+    parameter = trained.decoder.model.norm.weight
+    each = 1e-6 / 32**0.5
+
+    def loss(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
+        return each * parameter.sum() * len(batch), {"of each": (float(len(batch)), 1.0)}
+
+    stats = trained.train_step(random_batch(CONFIG, 4), "tokens", loss, lambda batch: float(len(batch)), 2)
+    assert stats["grad_norm"] == (pytest.approx(1e-6), 1.0)
+    assert stats["lr"] == (2.5e-3, 1.0)  # of this step, the first of four
+    assert stats["of each"] == (4.0, 2.0)
+    assert stats["loss"] == (pytest.approx(each * parameter.sum().item() * 4, rel=1e-2), 4.0)
+    gradient = used_gradient(trained)[used_gradient(trained) != 0]
+    torch.testing.assert_close(gradient, torch.full((32,), each / 2, dtype=gradient.dtype), rtol=1e-9, atol=0)
+
+
+def outputs(kind: str) -> tuple[Any, Tensor]:
+    """What a model's head may put out, and the tensor of it that a backward pass has to come to."""
+    head = torch.ones(2, 3, requires_grad=True) * 2
+    if kind == "tensor":
+        return head, head
+    made = Logits.__new__(Logits) if kind == "logits" else WholeLogits.__new__(WholeLogits)
+    object.__setattr__(made, "hidden" if kind == "logits" else "logits", head)
+    return made, head
+
+
+@pytest.mark.parametrize("kind", ["tensor", "logits", "whole logits"])
+def test_a_backward_pass_comes_to_the_head_whatever_the_loss_is_of(kind: str) -> None:
+    output, head = outputs(kind)
+    loss = head.square().sum() + 1.0
+    for _ in range(100):  # each way through the graph is gone once
+        loss = loss + loss * 0.5
+    assert reaching(loss, output) is loss
+    came = []
+    head.register_hook(came.append)
+    other = torch.ones((), requires_grad=True)
+    for constant in (other * 3, torch.tensor(4.0, requires_grad=True)):
+        reached = reaching(constant, output)
+        assert reached is not constant
+        assert reached.item() == constant.item()
+        reached.backward(retain_graph=True)
+        assert [gradient.tolist() for gradient in came] == [[[0.0] * 3] * 2]
+        came.clear()
+    assert other.grad == 3.0
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["float32 gradients", "bfloat16 gradients"])
@@ -182,6 +231,9 @@ def _without_gradient(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
         ),
         (lambda output, batch: None, trained_tokens, InterfaceError, "the loss function returned None, must be a"),
         (next_token_loss, lambda batch: 0.0, ValueError, "optimizer step 1: the loss weights .* sum to 0.0"),
+        (next_token_loss, lambda batch: -1.0, ValueError, "the loss weights of the mini-batch sum to -2.0"),
+        (next_token_loss, lambda batch: float("inf"), ValueError, "the loss weights of the mini-batch sum to inf"),
+        (next_token_loss, lambda batch: float("nan"), ValueError, "the loss weights of the mini-batch sum to nan"),
     ],
 )
 def test_refuses_what_would_spoil_the_parameters(
