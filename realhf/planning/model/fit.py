@@ -22,7 +22,10 @@ from realhf.planning.model.timings import Timings
 from realhf.planning.model.uncertainty import constant, with_constants
 from realhf.planning.model.workload import Workload
 
-NUDGE = 1e-4  # of a logarithm, for slopes
+_NUDGE = 1e-4  # of a logarithm, for slopes
+_DAMPING, _DAMPING_STEP = 1e-2, 5  # of Levenberg's first step, and what it is changed by
+_SMALL_STEP, _MOST_STEPS = 1e-7, 60  # of logarithms: the end
+_LEAST_VARIANCE = 1e-12
 
 
 class MeasuredCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,12 +132,11 @@ class _NoInterface(InterfaceConfig):
 def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> float:
     """Seconds of a row's call by the analytic model."""
     call = ModelFunctionCallDef(
-        model_name=row.call.split()[0],
+        model_name=row.call,
         model_type=row.model_type,
         interface_type=row.interface,
         interface_impl=_NoInterface(),
         input_data=["seq"],
-        output_data=["out"] if row.interface is not TRAIN_STEP else [],
         mini_batches=table.mini_batches if row.interface is TRAIN_STEP else 1,
     )
     lengths = Workload(prompt_tokens=table.prompt_tokens, new_tokens=table.new_tokens)
@@ -188,7 +190,7 @@ def fit(
     constants: Sequence[Constant],
     *,
     row_error: float = 0.08,
-    iterations: int = 60,
+    iterations: int = _MOST_STEPS,
 ) -> Fitted:
     """The constants that fit the rows best; the same for the same input.
 
@@ -206,10 +208,10 @@ def fit(
         return np.concatenate([log_errors(tables, described(x)) / row_error, (x - prior) / spread])
 
     def slopes(x: np.ndarray, at_x: np.ndarray) -> np.ndarray:
-        nudged = np.eye(len(x)) * NUDGE
-        return np.stack([(misfit(x + d) - at_x) / NUDGE for d in nudged], axis=1)  # [rows + constants, constants]
+        nudged = np.eye(len(x)) * _NUDGE
+        return np.stack([(misfit(x + d) - at_x) / _NUDGE for d in nudged], axis=1)  # [rows + constants, constants]
 
-    x, damping = np.clip(prior, low, high), 1e-2
+    x, damping = np.clip(prior, low, high), _DAMPING
     now = misfit(x)
     for _ in range(iterations):
         jacobian = slopes(x, now)
@@ -223,10 +225,10 @@ def fit(
         candidate = np.clip(x + step, low, high)
         then = misfit(candidate)
         if then @ then < now @ now:
-            x, now, damping = candidate, then, damping / 5
+            x, now, damping = candidate, then, damping / _DAMPING_STEP
         else:
-            damping *= 5
-        if np.abs(step).max() < 1e-7:
+            damping *= _DAMPING_STEP
+        if np.abs(step).max() < _SMALL_STEP:
             break
     jacobian = slopes(x, now)
     return Fitted(described(x), np.linalg.inv(jacobian.T @ jacobian))
@@ -245,7 +247,7 @@ def error_beyond_constants(
     tables, hardware = [held_out], fitted.hardware
     errors = log_errors(tables, hardware)
     slopes = [
-        (log_errors(tables, c.put(hardware, c.get(hardware) * math.exp(NUDGE))) - errors) / NUDGE for c in constants
+        (log_errors(tables, c.put(hardware, c.get(hardware) * math.exp(_NUDGE))) - errors) / _NUDGE for c in constants
     ]
     jacobian = np.stack(slopes, axis=1)  # [rows, constants]
     return errors, np.sqrt(np.einsum("rc,cd,rd->r", jacobian, fitted.covariance, jacobian))
@@ -255,6 +257,6 @@ def call_error(errors: np.ndarray, explained: np.ndarray) -> float:
     """The most probable standard deviation of what errors [rows] have beside the `explained` one: normal, independent,
     of mean 0, looked for from 0 to 1 in steps of 0.001."""
     candidates = np.arange(1000)[:, None] / 1000
-    variance = explained**2 + candidates**2 + 1e-12  # [candidates, rows]
-    likelihood = -0.5 * (errors**2 / variance + np.log(variance)).sum(1)
-    return float(candidates[likelihood.argmax(), 0])
+    variance = explained**2 + candidates**2 + _LEAST_VARIANCE  # [candidates, rows]
+    surprise = (errors**2 / variance + np.log(variance)).sum(1)  # twice the negative logarithm of the likelihood
+    return float(candidates[surprise.argmin(), 0])
