@@ -136,7 +136,6 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         model_type=row.model_type,
         interface_type=row.interface,
         interface_impl=_NoInterface(),
-        input_data=["seq"],
         mini_batches=table.mini_batches if row.interface is TRAIN_STEP else 1,
     )
     lengths = Workload(prompt_tokens=table.prompt_tokens, new_tokens=table.new_tokens)
