@@ -85,8 +85,10 @@ def test_the_stage_that_counts_is_the_one_with_the_most_bytes() -> None:
     updated = 2 * (LAYER - 2 * 64) + (ENDS + 4 * 64) // 2
     assert model.updated_elements() == updated
     assert model.static_bytes(trained=True) == 8 * first + 8 * updated
-    away = replace(model, features=replace(model.features, offloads_states=True))
-    assert away.static_bytes(trained=True) == 8 * second
+    assert model.offloaded_bytes(trained=True) == 4 * first + 8 * updated
+    for replicated in (rules, (("*", "zero1"), ("layers.2.*", "replicated"), ("layers.3.*", "replicated"))):
+        away = placed(ParallelStrategy(dp=2, pp=2), "float32", modes=replicated, offloads_states=True)
+        assert away.static_bytes(trained=True) == 8 * second
 
 
 def test_gradients_weigh_where_a_stage_is_chosen() -> None:
@@ -100,6 +102,7 @@ def test_gradients_weigh_where_a_stage_is_chosen() -> None:
 
 def test_a_part_of_a_group_is_rounded_up() -> None:
     assert COUNT % 3
+    assert placed(ParallelStrategy(dp=3), fully_sharded=True).static_bytes(trained=False) == 2 * (COUNT // 3 + 1)
     model = placed(ParallelStrategy(dp=3))
     assert model.elements() == COUNT
     assert model.elements(is_divided=True) == COUNT // 3 + 1
