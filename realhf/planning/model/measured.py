@@ -25,6 +25,7 @@ FOUND_BY: dict[Measurement, tuple[str, ...]] = {
     "network": ("inter_node_bandwidth", "inter_node_send_bandwidth", "inter_node_latency_s"),
 }
 NETWORK: Measurement = "network"  # needs two nodes
+_LEAST_VALUE = 1e-12  # 0 has no logarithm
 LAYERS = "layers"  # the whole profile of the experiment's models
 OF_MODELS = ("sampling_s", "call_overhead_s", "mini_batch_s", *PARTS)  # known from that
 
@@ -36,7 +37,7 @@ class MeasuredConstant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     spread: float
 
     def __post_init__(self) -> None:
-        check_fields("", self, {"value": (0.0, RATES[1]), "spread": SPREAD})
+        check_fields("", self, {"value": (_LEAST_VALUE, RATES[1]), "spread": SPREAD})
 
 
 class MeasuredConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

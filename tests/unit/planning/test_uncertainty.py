@@ -307,10 +307,19 @@ def test_a_file_of_measured_constants(tmp_path: Path, monkeypatch: pytest.Monkey
     )
 
 
-@pytest.mark.parametrize(("value", "spread"), [(-1.0, 0.1), (2e24, 0.1), (math.nan, 0.1), (1.0, -0.1)])
+@pytest.mark.parametrize(("value", "spread"), [(-1.0, 0.1), (0.0, 0.1), (2e24, 0.1), (math.nan, 0.1), (1.0, -0.1)])
 def test_constants_that_nothing_has_are_refused(value: float, spread: float) -> None:
-    with pytest.raises(UserError, match="is not from 0"):
+    with pytest.raises(UserError, match="is not from"):
         MeasuredConstant(value=value, spread=spread)
+
+
+def test_a_file_with_a_constant_of_nothing_is_broken(tmp_path: Path) -> None:
+    path = constants_path("cpu", tmp_path)
+    found = {"memory_bandwidth": MeasuredConstant(value=2e10, spread=0.01)}
+    save_constants(MeasuredConstants(hardware="cpu", constants=found), path)
+    path.write_text(path.read_text().replace("20000000000.0", "0.0"))
+    with pytest.raises(UserError, match=r"value 0\.0 is not from 1e-12 to 1e\+24.*measure them again"):
+        with_measured(CPU, tmp_path)
 
 
 def test_links_between_nodes_name_their_source(tmp_path: Path) -> None:
