@@ -246,6 +246,17 @@ def test_a_constant_that_its_bound_holds_leaves_the_others_free(
     assert found.hardware.call_overhead_s == pytest.approx(best, rel=1e-3)
 
 
+@pytest.mark.parametrize(("prior", "low", "high"), [(1e-4, 1e-3, 1.0), (1e-1, 1e-9, 2e-2)])
+@pytest.mark.parametrize("row_error", [0.1, 3.0])
+def test_a_constant_that_begins_at_a_bound_may_leave_it(
+    prior: float, low: float, high: float, row_error: float
+) -> None:
+    """Also where a row says little: the prior lies beyond the bound, and nobody trusts it."""
+    free = structs.replace(OVERHEAD_ONLY, call_overhead_s=0.0)
+    found = fit([timed(STEP_S * 5e-3)], free, [launch(prior, low, high, spread=1e100)], row_error=row_error)
+    assert found.hardware.decode_launch_s == pytest.approx(5e-3, rel=2e-3)
+
+
 def test_the_covariance_of_two_constants_by_hand() -> None:
     """An inference is all layer launches; a generation has those of its prefill, and others in its steps."""
     hardware = structs.replace(LAUNCHES, call_overhead_s=0.0, sampling_s=0.0)
