@@ -52,10 +52,6 @@ class _Alike:
     can_be_cut: bool
     is_recomputed: bool
 
-    @property
-    def in_layers(self) -> bool:
-        return self.names[0].startswith("layers.")
-
 
 @dataclass(frozen=True)
 class _Slice:
@@ -153,8 +149,8 @@ class Chooser:
         return slices if has_so_many and size_bytes >= SMALLEST_SLICED_BYTES else 1
 
     def _slice(self, group: _Alike, number: int, stage: int) -> _Slice:
-        """What a slice takes; the operators of a layer take the same on every stage."""
-        key = (group.kind, group.shapes, group.is_recomputed, number, -1 if group.in_layers else stage)
+        """What a slice takes."""
+        key = (group.kind, group.shapes, group.is_recomputed, number, stage)
         if key not in self._slices:
             self._slices[key] = self._computed_slice(group, number, self._exchanges[stage])
         return self._slices[key]

@@ -61,7 +61,7 @@ class Timings:
         *,
         backward: bool,
         tp_crosses_nodes: bool,
-        trains: bool = False,
+        trains: bool,
     ) -> float:
         """Forward, or backward without recomputation: twice the compute, passes and launches, the same all-reduces,
         and half of them again where the engine gathers inputs again. `trains`: as part of a training."""
@@ -251,7 +251,7 @@ class ProfiledTimings(Timings):
         *,
         backward: bool,
         tp_crosses_nodes: bool,
-        trains: bool = False,
+        trains: bool,
     ) -> float:
         measured = self._measured(tp)
         curve = measured.layer_backward if backward else measured.layer_forward

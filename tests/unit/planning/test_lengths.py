@@ -360,7 +360,7 @@ def test_a_profile_holds_for_other_lengths_by_what_attention_adds(backward: bool
     timings = ProfiledTimings.of(profile(), CPU)
 
     def layer_s(length: float) -> float:
-        return timings.layer(64, length, 1, backward=backward, tp_crosses_nodes=False)
+        return timings.layer(64, length, 1, backward=backward, tp_crosses_nodes=False, trains=False)
 
     own = profile().sequence_length
     curve = profile().tensor[0].layer_backward if backward else profile().tensor[0].layer_forward

@@ -89,7 +89,6 @@ def test_operators_that_are_alike() -> None:
     assert set(found) == set(expected)
     assert len(found) == len(expected)
     assert found[0] == expected[0]
-    assert [each.in_layers for each in found] == [each.kind not in ("embedding", "head") for each in found]
     last = _alike(replace(TINY, tied_embeddings=True), ParallelStrategy(dp=2, pp=2), 1, frozenset())
     assert next(each for each in last if each.kind == "embedding").can_be_cut is False
     assert all(name.startswith(("layers.2", "layers.3", "embedding")) for each in last for name in each.names)
@@ -202,12 +201,12 @@ def test_slices_are_as_wide_as_the_widest() -> None:
 
 
 def test_what_hides_a_gather_is_of_its_stage() -> None:
-    """Ends of the pipeline have their own seconds; layers take on all stages what they take on the first."""
+    """By the part of the operator that a slice is."""
     slow = replace(EXCHANGE, all_gather=lambda size_bytes: 10.0 + size_bytes)
     found = chooser(strategy=(4, 1, 2), exchanges=(EXCHANGE, slow))
     ends = _Alike("head", ("head",), ((1024, 512),), True, False)
     assert found._slice(ends, 1, 1).sharded[0] > found._slice(ends, 1, 0).sharded[0]
-    assert found._slice(alike(), 1, 1) == found._slice(alike(), 1, 0)
+    assert found._slice(alike(), 1, 1).sharded[0] > found._slice(alike(), 1, 0).sharded[0]
     hides = replace(EXCHANGE, forward_s={"gate": 0.5}, backward_s={"gate": 0.25})
     hidden = chooser(exchanges=(hides,))._slice(alike(), 2, 0).sharded[0]
     plain = chooser()._slice(alike(), 2, 0).sharded[0]

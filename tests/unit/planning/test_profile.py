@@ -168,9 +168,9 @@ def profiled(measured: LayerProfile, hardware: Hardware) -> ProfiledTimings:
 
 def test_measured_times_are_used() -> None:
     timings = profiled(profile(tensor(1, 1.0), tensor(2, 0.75)), load_hardware("cpu"))
-    assert timings.layer(3, 16, 1, backward=False, tp_crosses_nodes=False) == 3.0
-    assert timings.layer(3, 16, 1, backward=True, tp_crosses_nodes=False) == 6.0
-    assert timings.layer(3, 16, 2, backward=False, tp_crosses_nodes=False) == 0.75 * 3
+    assert timings.layer(3, 16, 1, backward=False, tp_crosses_nodes=False, trains=False) == 3.0
+    assert timings.layer(3, 16, 1, backward=True, tp_crosses_nodes=False, trains=False) == 6.0
+    assert timings.layer(3, 16, 2, backward=False, tp_crosses_nodes=False, trains=False) == 0.75 * 3
     assert timings.decode_layer(2, 15, 1, tp_crosses_nodes=False) == 3.0  # between the contexts
     # Of a group that was not measured: the work of the largest one divided further, with two all-reduces of its own, of
     # 2 tokens of 64 numbers, in place of those that were measured.
@@ -222,13 +222,13 @@ def test_what_was_not_measured() -> None:
     hardware = load_hardware("cpu")
     timings = profiled(profile(tensor(1, 1.0), tensor(2, 0.75)), hardware)
     # tp 4 from tp 2: its own two all-reduces out, half the compute, two all-reduces of four devices.
-    four = timings.layer(4, 16, 4, backward=False, tp_crosses_nodes=False)
+    four = timings.layer(4, 16, 4, backward=False, tp_crosses_nodes=False, trains=False)
     assert four == pytest.approx((3.0 - 2 * 0.1) / 2 + 2 * 0.3)
     without = profiled(profile(tensor(1, 1.0), tensor(2, 0.75, includes_all_reduce=False)), hardware)
-    assert without.layer(4, 16, 2, backward=False, tp_crosses_nodes=False) == pytest.approx(3.0 + 2 * 0.1)
+    assert without.layer(4, 16, 2, backward=False, tp_crosses_nodes=False, trains=False) == pytest.approx(3.0 + 2 * 0.1)
     size_bytes = 4 * 64 * 4
     between = hardware.all_reduce_s(size_bytes, 2, crosses_nodes=True)
-    crossing = timings.layer(4, 16, 2, backward=False, tp_crosses_nodes=True)
+    crossing = timings.layer(4, 16, 2, backward=False, tp_crosses_nodes=True, trains=False)
     assert crossing == pytest.approx(3.0 - 2 * 0.1 + 2 * between)
 
 

@@ -99,8 +99,8 @@ def test_seconds_of_every_degree(
     own, number = scale * 2 * seconds[backward], reduces[backward]
 
     def found(of: ProfiledTimings, tp: int, *, crosses: bool = False) -> float:
-        length = (16,) if name == "layer" else ()
-        return float(getattr(of, name)(2, *length, tp, backward=backward, tp_crosses_nodes=crosses))
+        length, way = ((16,), {"trains": False}) if name == "layer" else ((), {})
+        return float(getattr(of, name)(2, *length, tp, backward=backward, tp_crosses_nodes=crosses, **way))
 
     of_two, of_four = REDUCED / 1000, 3 * REDUCED / 1000
     across = CPU.all_reduce_s(REDUCED, 2, crosses_nodes=True)
@@ -138,16 +138,16 @@ def test_other_lengths_by_what_attention_takes(backward: bool, experts: bool) ->
     a_token = layer * 2 * 64 / (2 * weights + 2 * 64 * 16)
     for length in (1, 16, 26, 1000):
         for tp, part in ((1, 1.0), (2, 0.75)):
-            found = timings.layer(2, length, tp, backward=backward, tp_crosses_nodes=False)
+            found = timings.layer(2, length, tp, backward=backward, tp_crosses_nodes=False, trains=False)
             assert found == pytest.approx(part * layer + (length - 16) * a_token / tp)
 
 
 def test_shorter_sequences_never_take_less_than_nothing() -> None:
     """A layer of two devices that was measured to take next to nothing."""
     timings = timings_of(tensor(1, 1.0), tensor(2, 1e-6))
-    assert timings.layer(2, 1, 2, backward=False, tp_crosses_nodes=False) == 0.0
+    assert timings.layer(2, 1, 2, backward=False, tp_crosses_nodes=False, trains=False) == 0.0
     reduces = 2 * 3 * REDUCED / 1000
-    assert timings.layer(2, 16, 4, backward=False, tp_crosses_nodes=False) == pytest.approx(reduces)
+    assert timings.layer(2, 16, 4, backward=False, tp_crosses_nodes=False, trains=False) == pytest.approx(reduces)
 
 
 def test_factors_scale_their_own_part() -> None:

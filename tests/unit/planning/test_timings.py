@@ -31,7 +31,7 @@ def analytic(features: EngineFeatures | None = None, **fields: object) -> Timing
 
 
 def layer(timings: Timings, tp: int, *, backward: bool = False, crosses: bool = False) -> float:
-    return timings.layer(10, 5, tp, backward=backward, tp_crosses_nodes=crosses)
+    return timings.layer(10, 5, tp, backward=backward, tp_crosses_nodes=crosses, trains=False)
 
 
 def reduce_s(hardware: Hardware, size_bytes: float) -> float:
@@ -60,7 +60,7 @@ def test_launches_passes_and_compute_add_up() -> None:
 
 def test_training_launches_by_itself() -> None:
     timings = analytic(**COMPUTE_BOUND, train_launch_s=2.0)
-    forward = timings.layer(10, 5, 1, backward=False, tp_crosses_nodes=False)
+    forward = timings.layer(10, 5, 1, backward=False, tp_crosses_nodes=False, trains=False)
     trained = timings.layer(10, 5, 1, backward=False, tp_crosses_nodes=False, trains=True)
     assert trained - forward == pytest.approx(2.0 - 0.5)
     backward = layer(timings, 1, backward=True)
