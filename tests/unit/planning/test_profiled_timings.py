@@ -199,6 +199,9 @@ def test_messages_within_and_between_nodes() -> None:
     assert timings.send(500, crosses_nodes=False) == pytest.approx(4.5)
     assert timings.send(500, crosses_nodes=True) == CPU.send_s(500, crosses_nodes=True)
     assert timings_of(collectives=()).send(500, crosses_nodes=False) == CPU.send_s(500, crosses_nodes=False)
+    more = CollectiveTimings(kind="send", group_size=4, seconds=Curve((0, 1000), (0.0, 90.0)))
+    among_four = timings_of(collectives=(more, *measured().collectives))
+    assert among_four.send(500, crosses_nodes=False) == pytest.approx(4.5), "a message is between two"
 
 
 def test_what_was_measured_stays_as_it_is() -> None:
