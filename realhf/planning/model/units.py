@@ -1,6 +1,7 @@
 """What the devices of a model keep and gather where operators have modes of their own, in numbers: of every pipeline
 stage the elements that `realhf.geometry.shards.units` has as tensors."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -82,7 +83,7 @@ def by_stage(model: DecoderConfig, strategy: ParallelStrategy, rules: ModeRules)
 def stage_units(model: DecoderConfig, strategy: ParallelStrategy, stage: int, rules: ModeRules) -> StageUnits:
     """A device of one stage. Raises UserError as `by_stage`."""
     modes, dp = slice_modes(model, rules), strategy.dp
-    always: dict[Mode, int] = {"replicated": 0, "zero1": 0}
+    always: Counter[Mode] = Counter()
     gathered: list[int] = []
     pieces: list[Piece] = []
     known: dict[tuple[str, Modes], tuple[int, ...]] = {}  # layers are alike
@@ -146,4 +147,4 @@ def slice_elements(shapes: Shapes, modes: Modes, dp: int, dim: int) -> tuple[int
 @lru_cache(maxsize=65536)
 def vector_elements(elements: int, dp: int) -> int:
     """Of a vector that holds tensors of so many elements, their padding included, and is divided over dp."""
-    return FlatLayout({"": (elements,)}, dp).size if elements else 0
+    return FlatLayout({"": (elements,)}, dp).size
