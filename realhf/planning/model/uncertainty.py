@@ -66,7 +66,7 @@ def is_constant(hardware: "Hardware", name: str) -> bool:
     field, key = place_of(name)
     values = getattr(hardware, field, None)
     if field in hardware.__struct_fields__ and not key:
-        return field in OPTIONAL or (isinstance(values, float) and field.endswith(KINDS))
+        return field.endswith(KINDS)
     return isinstance(values, dict) and key in values
 
 

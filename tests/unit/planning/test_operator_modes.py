@@ -65,7 +65,8 @@ def test_links_of_a_measured_group() -> None:
     found = Links.of_group(4, COSTS)
     assert found == Links(num_devices=4, latency_s=0.0, seconds_per_byte=0.0, measured=COSTS, handling_s=0.0)
     assert Links.of_group(4, COSTS, 7.0) == replace(found, handling_s=7.0)
-    assert Links.of_group(4, COSTS, handling_s=7.0).launch_s == 0.0
+    plain = Links(num_devices=1, latency_s=1.0, seconds_per_byte=1.0)
+    assert (plain.launch_s, plain.handling_s, plain.measured) == (0.0, 0.0, None)
 
 
 @pytest.mark.parametrize("name", ["latency_s", "seconds_per_byte", "launch_s", "handling_s"])

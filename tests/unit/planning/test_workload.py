@@ -180,3 +180,31 @@ def test_calls_without_a_generation_read_the_data() -> None:
     alone = Workload(prompt_tokens=4.0, max_prompt_tokens=5, prompt_variance=1.0)
     assert found.calls == {"a_inference": pair, "b_train_step": alone}
     assert found == replace(pair, calls=found.calls)
+
+
+def test_the_lengths_of_all_calls_are_those_of_the_generation() -> None:
+    """Wherever it stands in the graph, and whatever it reads beside its prompts."""
+    graph = DataflowGraph(
+        [
+            of(Reads(keys=("answer",)), INFERENCE, "answer", "score", "s"),
+            of(Generates(), GENERATE, "prompt picture", "seq"),
+        ],
+        ["prompt", "picture", "answer"],
+    )
+    lengths = {**PROMPTS, "picture": KeyLengths(700.0, 700, 490000.0), "answer": KeyLengths(3.0, 4, 10.0)}
+    found = workload_of(graph, lengths)
+    assert (found.prompt_tokens, found.max_prompt_tokens, found.new_tokens) == (6.0, 10, 5)
+    assert found.calls["m_generate"].prompt_tokens == 6.0
+    assert found.calls["s_inference"].prompt_tokens == 3.0
+
+
+def test_a_sequence_that_no_data_has_is_empty_without_a_generation() -> None:
+    graph = DataflowGraph(
+        [
+            of(Stub(), INFERENCE, "chosen", "score", "a"),
+            of(Reads(keys=("chosen", "score")), TRAIN_STEP, "chosen score", "", "b"),
+        ],
+        ["chosen"],
+    )
+    found = workload_of(graph, {"chosen": KeyLengths(4.0, 5, 17.0)}).calls["b_train_step"]
+    assert found == Workload(prompt_tokens=4.0, max_prompt_tokens=5, sequences=2, prompt_variance=17 - 4**2 / 2)
