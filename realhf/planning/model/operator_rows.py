@@ -47,7 +47,6 @@ def operator_rows(plan: OsdpPlan) -> list[OperatorRow]:
         costs = [
             (count * problem.slice_seconds(op, mode), count * problem.slice_parts(op, mode) / problem.parts_per_byte)
             for mode, count in zip(problem.modes, row, strict=True)
-            if count
         ]
         seconds, size = (sum(part) for part in zip(*costs, strict=True))
         modes = " + ".join(
