@@ -110,9 +110,8 @@ def _chain(simulation: Simulation, events: list[Event], spans: tuple[Span, ...],
         parents = {by_instance[parent] for parent in simulation.parents(event.step, event.node)}
         # Events are in the order in which they took their devices: what came before is what was waited for.
         before = [i for i in range(current) if i in parents or devices & set(spans[i].devices)]
-        before += [i for i in parents if i >= current]
         current = max(
-            (i for i in before if events[i].end_s <= event.start_s + _ROUNDING_S and i != current),
+            (i for i in before if events[i].end_s <= event.start_s + _ROUNDING_S),
             key=lambda i: (events[i].end_s, i),
             default=None,
         )

@@ -19,7 +19,7 @@ from realhf.planning.model.sizes import model_sizes
 from realhf.planning.problem.tables import CallTable, Problem, TransferTable
 from realhf.planning.request import SEEDS, SearchBudget, Watch, unwatched
 
-UPDATES_EVERY_S = 0.5
+_UPDATES_EVERY_S = 0.5
 THREADS = (1, 1024)
 NativeProblem = _search.Problem
 
@@ -115,7 +115,7 @@ def search_problem(native: _search.Problem, request: SearchRequest, watch: Watch
             progress=progress,
         )
         try:
-            while not wait([future], timeout=UPDATES_EVERY_S).done:
+            while not wait([future], timeout=_UPDATES_EVERY_S).done:
                 watch(phase, _text(progress.cost, progress.evaluations))
             solution = future.result()
         finally:

@@ -72,7 +72,8 @@ class Numbering:
 
     def home_call(self, model: str) -> ModelFunctionCallDef:
         """The call in whose layout a model's parameters live."""
-        return self.task.graph.model_calls[self.task.homes[self.task.graph.calls_of(model)[0].name]]
+        [home] = {self.task.homes[call.name] for call in self.task.graph.calls_of(model)}
+        return self.task.graph.model_calls[home]
 
 
 def _layouts(options: Sequence[Option]) -> Numbered[Layout]:
