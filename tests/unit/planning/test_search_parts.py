@@ -445,7 +445,9 @@ def test_a_wider_search_that_finds_nothing_faster_counts_its_plans(
 
 
 @pytest.mark.parametrize(
-    "words", [{"offload": ("ref",)}, {"calls": {"a": CallPlan(devices=(0, 2), pp=2, chunks=2)}}], ids=str
+    "words",
+    [{"offload": ("ref",)}, {"calls": {**ON, "a": CallPlan(devices=(0, 2), pp=2, chunks=2)}}],
+    ids=["offload", "chunks"],
 )
 def test_a_wider_plan_is_none_of_those_that_the_proof_is_about(
     words: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
