@@ -83,9 +83,10 @@ def test_the_longest_chain_goes_back_over_what_was_waited_for() -> None:
         Span("aside", COMPUTE, 0, 2.0, 6.0, (2,)),
         Span("rule", BESIDE, 0, 3.0, 3.5, ()),
         Span("b", COMPUTE, 0, 3.0, 7.0, (1,)),
+        Span("elsewhere", COMPUTE, 0, 6.0, 7.0, (3,)),
         Span("a", COMPUTE, 1, 7.0, 8.0, (1,)),
     ]
-    found = chain(spans, {2: [0], 5: [2, 4], 6: [1]})
+    found = chain(spans, {2: [0], 5: [2, 4], 7: [1]})
     assert found == pytest.approx({"b": 0.5, "a": 0.375, "transfer": 0.125})
     assert list(found) == ["b", "a", "transfer"]
 

@@ -435,7 +435,7 @@ def test_one_search_alone_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None
     assert wider_of(monkeypatch, None, None) is None
 
 
-@pytest.mark.parametrize("step_s", [1.0, 1.1, 1.0 - 1e-10])
+@pytest.mark.parametrize("step_s", [1.0, 1.1, 1.0 - 1e-10, 1.0 - 1e-9])
 def test_a_wider_search_that_finds_nothing_faster_counts_its_plans(
     step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
