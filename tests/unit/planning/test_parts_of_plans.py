@@ -12,11 +12,14 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry
 from realhf.dataflow.pools import Pool
-from realhf.geometry.layout import DeviceMesh, ParallelStrategy
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning import predict as prediction_module
 from realhf.planning import presets
 from realhf.planning.explain import analysis
 from realhf.planning.explain.analysis import BESIDE, COMPUTE, OFFLOAD, REALLOCATION, TRANSFER, Analysis, Span
+from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.timings import load_costs
 from realhf.planning.predict import Prediction, fastest_order, possible_orders, steps_to_simulate
 from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets, hybridflow, rule_plan
 from realhf.planning.problem.simulation import DeviceNeed, Event
@@ -472,6 +475,97 @@ def test_what_a_device_lacks_for_each_call() -> None:
     each = 1000.0
     costs = replace(TASK.costs, hardware=structs.replace(TASK.costs.hardware, communicator_bytes=each))
     own = {key for model in models.values() for key in model.communicators(
-        presets.Layout(DeviceMesh(0, 4), strategy))}  # fmt: skip
+        Layout(DeviceMesh(0, 4), strategy))}  # fmt: skip
     more = presets._lacking_bytes(replace(tight, costs=costs), strategy, counts)
     assert max(more.values()) == pytest.approx(max(found.values()) + (len(own) + 2) * each)
+
+
+def test_what_a_generation_leaves_counts_beside_all_other_calls() -> None:
+    """A cache that is kept on the device; each call in whatever number of micro-batches needs least."""
+    graph = ppo()
+    cluster = Cluster(num_nodes=1, devices_per_node=4, hardware=load_hardware("h100"))
+    costs = load_costs(graph.models, dtype="bfloat16", hardware=cluster.hardware)
+    task = task_of(graph, **{**settings(graph, cluster), "costs": costs, "dtype": "bfloat16"})
+    strategy = ParallelStrategy(dp=4)
+    counts: dict[str, Sequence[int]] = dict.fromkeys(task.call_models, (1, 2))
+    works = {name: [model.work(strategy, count) for count in (1, 2)] for name, model in task.call_models.items()}
+    kept = {name: min(work.kept_cache_bytes() for work in each) for name, each in works.items()}
+    assert kept["actor_generate"] < works["actor_generate"][0].kept_cache_bytes()
+    assert sum(kept.values()) == kept["actor_generate"] > 0
+    static = sum(task.call_models[home].static_bytes(strategy) for home in set(task.homes.values()))
+    own = {
+        key for model in task.call_models.values() for key in model.communicators(Layout(DeviceMesh(0, 4), strategy))
+    }
+    communicators = cluster.hardware.communicator_bytes * (len(own) + 2)
+    limit = int(static)
+    found = presets._lacking_bytes(
+        replace(task, cluster=replace(cluster, hardware=structs.replace(cluster.hardware, device_memory_bytes=limit))),
+        strategy,
+        counts,
+    )
+    for name, each in works.items():
+        beside = sum(kept.values()) - kept[name]
+        dynamic = min(work.dynamic_bytes() for work in each)
+        assert found[name] == pytest.approx(static + communicators + beside + dynamic - limit)
+
+
+def heuristic_of(
+    monkeypatch: pytest.MonkeyPatch, lacking: Mapping[tuple[ParallelStrategy, int], float], task: PlanningTask = TASK
+) -> tuple[ParallelStrategy, dict[str, int]]:
+    """The strategy and micro-batches of the plan, where generation lacks these bytes and other calls none."""
+
+    def lacks(of: Any, strategy: ParallelStrategy, counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
+        least = min(lacking.get((strategy, count), 0.0) for count in counts["actor_generate"])
+        return {name: least if name == "actor_generate" else 0.0 for name in counts}
+
+    monkeypatch.setattr(presets, "_lacking_bytes", lacks)
+    plan = presets.heuristic(task)
+    [strategy] = {entry.strategy for entry in plan.calls.values()}
+    assert {entry.devices for entry in plan.calls.values()} == {(0, task.cluster.num_devices)}
+    return strategy, {name: entry.micro_batches for name, entry in plan.calls.items()}
+
+
+def test_the_heuristic_takes_tensor_parallelism_and_then_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call in its fastest number of micro-batches. Stages where memory would lack otherwise."""
+    task = replace(TASK, cluster=cpu_cluster(8))
+    strategy, numbers = heuristic_of(monkeypatch, {}, task)
+    assert strategy == ParallelStrategy(dp=2, tp=4)
+    for name, model in task.call_models.items():
+        counts = [count for count in (1, 2, 4, 8) if count <= model.samples // 2]
+        assert numbers[name] == min(counts, key=lambda count, model=model: model.seconds(strategy, count))  # type: ignore[misc]
+    lacking = {(strategy, count): 5.0 for count in (1, 2, 4, 8)}
+    assert heuristic_of(monkeypatch, lacking, task)[0] == ParallelStrategy(tp=4, pp=2)
+    nodes = replace(TASK, cluster=cpu_cluster(2, num_nodes=4))
+    assert heuristic_of(monkeypatch, {}, nodes)[0] == ParallelStrategy(dp=4, tp=2), "within a node"
+    with pytest.raises(UserError) as error:
+        presets.heuristic(replace(TASK, cluster=cpu_cluster(7)))
+    assert str(error.value) == (
+        "heuristic plan: no (dp, tp, pp) on 7 devices is legal for all calls with batch_size=16; choose another number "
+        "of devices or a batch size that it divides"
+    )
+
+
+def test_calls_of_the_heuristic_take_the_fastest_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ParallelStrategy(tp=4)
+    model = TASK.call_models["actor_generate"]
+    by_speed = sorted((1, 2, 4, 8, 16), key=lambda count: model.seconds(strategy, count))
+    lacking = {(strategy, count): 9.0 for count in by_speed[:2]}
+    assert heuristic_of(monkeypatch, lacking)[1]["actor_generate"] == by_speed[2]
+    none_fits = {(each, count): 5.0 for each in (strategy, ParallelStrategy(dp=4)) for count in by_speed}
+    none_fits |= {(each, by_speed[3]): 4.0 for each in (strategy, ParallelStrategy(dp=4))}
+    monkeypatch.setattr(presets, "call_strategies", lambda *words: [(strategy, list(by_speed))])
+    assert heuristic_of(monkeypatch, none_fits)[1]["actor_generate"] == by_speed[3], "what needs least"
+
+
+def test_each_model_on_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def best(among: Any) -> Any:
+        assert among == [(("actor",), ("reward",), ("ref",), ("critic",))]
+        return SimpleNamespace(meshes=lambda task: ("meshes", task))
+
+    monkeypatch.setattr(presets, "_best_on", lambda task, meshes, preset: (task, meshes, preset))
+    mapper: Any = SimpleNamespace(task=TASK, best=best)
+    found: Any = presets.standalone(mapper)
+    assert found == (TASK, ("meshes", TASK), "standalone")
+    monkeypatch.setattr(presets, "_all_devices", lambda task: "all")
+    everywhere: Any = presets.colocate(TASK)
+    assert everywhere == (TASK, "all", "colocate")
