@@ -355,6 +355,68 @@ def test_memory_for_two_gathers_is_a_choice_where_the_setup_has_it(
     assert mixes._prefetches(on_cpu, graph.model_calls["actor_train_step"]) == expected, "there it gains nothing"
 
 
+RULES = (("*", "sharded"),)
+
+
+class Mixed:
+    """A training that finds modes in the room that it is given with these choices of early gathers."""
+
+    def __init__(self, call_: Any, finds: Sequence[bool | None], compute: CallCompute = AS_SET_UP) -> None:
+        self.call, self.finds, self.compute = call_, finds, compute
+
+    def under(self, compute: CallCompute) -> "Mixed":
+        return Mixed(self.call, self.finds, compute)
+
+    def mix_within(self, strategy: ParallelStrategy, count: int, room_bytes: int) -> Any:
+        assert (strategy, count, room_bytes) == (SPLIT, 2, 77)
+        return RULES if self.compute.prefetch in self.finds else None
+
+    def smallest_mix(self, strategy: ParallelStrategy, count: int) -> Any:
+        assert (strategy, count, self.compute.data_parallel) == (SPLIT, 2, None)
+        return RULES if self.compute.prefetch in self.finds else None
+
+
+@pytest.mark.parametrize(
+    ("finds", "prefetch", "smallest"),
+    [([None, False], None, True), ([False], False, True), ([None], None, False), ([], "none", False)],
+)
+def test_memory_for_two_gathers_is_tried_first_and_saved_at_last(
+    finds: list[bool | None], prefetch: Any, smallest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixes, "_prefetches", lambda task, definition: [None, False])
+    monkeypatch.setattr(mixes, "has_modes", lambda task, definition: task is not None)
+    definition: Any = SimpleNamespace(name="train")
+    model: Any = Mixed(definition, finds)
+    task: Any = SimpleNamespace(call_models={"train": model})
+    full = CallCompute(recomputation="full")
+    found = mixes._mix(task, model, (SPLIT, 2, full), 77)
+    expected = CallCompute(recomputation="full", prefetch=None if prefetch == "none" else prefetch, data_parallel=RULES)
+    assert found == (None if prefetch == "none" else expected)
+    sharded = CallCompute(recomputation="full", data_parallel="fsdp")
+    least = mixes.smallest_mix(task, definition, (SPLIT, 2, sharded))
+    small = CallCompute(recomputation="full", prefetch=False, data_parallel=RULES)
+    assert least == (small if smallest else None)
+    monkeypatch.setattr(mixes, "has_modes", lambda task, definition: False)
+    assert mixes.smallest_mix(task, definition, (SPLIT, 2, sharded)) is None
+
+
+def test_an_option_is_what_a_plan_says_of_a_call() -> None:
+    strategy = ParallelStrategy(dp=2, tp=3, pp=4, chunks=5, micro_dp=(2, 1))
+    option = Option(Layout(DeviceMesh(7, 24), strategy), 6, CallCompute(recomputation="full"))
+    plan = option.call_plan(predicted_s=8.0)
+    assert plan == CallPlan(
+        devices=(7, 24), dp=2, tp=3, pp=4, chunks=5, micro_dp=(2, 1), micro_batches=6,
+        compute=CallCompute(recomputation="full"), predicted_s=8.0,
+    )  # fmt: skip
+    assert option.call_plan().predicted_s is None
+    assert options.option_of(plan) == option
+    assert option.shape == (strategy, 6)
+    other = Option(Layout(DeviceMesh(0, 1), ParallelStrategy()), 1)
+    assert options.chosen({"a": [other, option], "b": [other]}, [1, 0]) == {
+        "a": option.call_plan(), "b": other.call_plan()
+    }  # fmt: skip
+
+
 # --- some layers recomputed
 
 
