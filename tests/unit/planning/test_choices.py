@@ -14,7 +14,7 @@ from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan, ExecutionPlan
+from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan, ExecutionPlan, OrderEntry
 from realhf.dataflow.rationale import Worth
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning import copies, dominance, intervals, mapping, mixes
@@ -309,6 +309,9 @@ def predicted(step_s: float, plan: ExecutionPlan | None = None, *, fits: bool = 
     return Prediction(plan=plan, call_s={}, transfer_s={}, step_s=step_s, needs=[], fits=fits)
 
 
+ORDER = (OrderEntry(call="a"),)
+
+
 def copying(sources: Mapping[str, str]) -> ExecutionPlan:
     calls = {name: CallPlan(devices=(0, 1), copy_from=sources.get(name)) for name in ("a", "b", "c")}
     return ExecutionPlan(num_devices=4, calls=calls)
@@ -337,7 +340,7 @@ def test_one_choice_after_the_other_the_best_first(monkeypatch: pytest.MonkeyPat
 
 def test_what_copies_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each source by itself, with the plan's own steps in flight and models in host memory."""
-    plan = structs.replace(copying({"b": "a", "c": "a"}), max_steps_in_flight=7, offload=("ref",))
+    plan = structs.replace(copying({"b": "a", "c": "a"}), max_steps_in_flight=7, offload=("ref",), order=ORDER)
     plan = structs.replace(plan, calls=plan.calls | {"d": CallPlan(devices=(0, 1), copy_from="b")})
 
     def there(task: PlanningTask, of: ExecutionPlan) -> Prediction:
@@ -352,7 +355,7 @@ def test_what_copies_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_with_copies_in_the_better_of_two_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = predicted(3.0, structs.replace(copying({}), order=(), max_steps_in_flight=3))
+    known = predicted(3.0, structs.replace(copying({}), order=ORDER, max_steps_in_flight=3))
     cases: list[tuple[Any, Any, float | None]] = [
         ((2.0, True), (1.0, True), 1.0), ((2.0, True), (3.0, True), 2.0), ((2.0, True), (1.0, False), 2.0),
         ((2.0, False), (1.0, False), None), ((2.0, True), None, 2.0),
@@ -362,12 +365,13 @@ def test_a_plan_with_copies_in_the_better_of_two_orders(monkeypatch: pytest.Monk
     for best, own, expected in cases:
 
         def in_best(task: Any, plan: Any, best: Any = best) -> Prediction:
-            assert task.max_steps_in_flight == 3
+            assert (task.max_steps_in_flight, plan.copies, plan.order) == (3, {"b": "a"}, ())
             return predicted(best[0], plan, fits=best[1])
 
         def in_own(task: Any, plan: Any, own: Any = own) -> Prediction:
             if own is None:
                 raise UserError("the source of the next step comes before the last taker")
+            assert (task.max_steps_in_flight, plan.copies, plan.order) == (3, {"b": "a"}, ORDER)
             return predicted(own[0], plan, fits=own[1])
 
         monkeypatch.setattr(copies, "predict_in_best_order", in_best)
