@@ -74,8 +74,6 @@ class Dominance:
 
 
 def _undominated(ways: Sequence[tuple[Way, OptionRow]]) -> list[Way]:
-    if len(ways) == 1:
-        return [ways[0][0]]
     costs = [(row.time_s, row.static_bytes, row.dynamic_bytes, row.copy_bytes) for _, row in ways]
     kept: list[int] = []
     for number in sorted(range(len(ways)), key=lambda each: (*costs[each], each)):

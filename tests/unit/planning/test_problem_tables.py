@@ -3,6 +3,7 @@ files of them say."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from realhf.planning.model.timings import load_costs
 from realhf.planning.options import Option
 from realhf.planning.problem import version_1
 from realhf.planning.problem.builder import MANY_STEPS, STEPS, build_problem, steps_of
-from realhf.planning.problem.file import _complaints
+from realhf.planning.problem.file import PlannedFile, PlannedTransfer, _complaints, load_problem, problem_bytes
 from realhf.planning.problem.native import native_problem, reallocation_table
 from realhf.planning.problem.option_rows import Numbering, OptionRows, distinct, row_of, seconds_of
 from realhf.planning.problem.simulation import DeviceNeed, Event, Simulation, device_needs, makespan_s, simulate
@@ -140,6 +141,21 @@ def test_memory_of_a_device_that_sends_copies(nodes: int, shares: bool, graph: D
     assert (problem.sending_bytes, problem.communicator_bytes) == (expected, 7.0)
     assert (problem.num_devices, problem.devices_per_node) == (2 * nodes, 2)
     assert problem.device_memory_bytes == cluster.device_memory_bytes
+
+
+def test_calls_in_the_devices_of_their_home_are_grouped_where_that_is_asked_for() -> None:
+    graph, home = ppo(), ParallelStrategy(tp=4)
+    task = task_on_cpu(graph, devices=4)
+    options = on_one(graph, actor_train_step=layout(home), actor_generate=layout(ParallelStrategy(dp=2, tp=2)))
+    plain, default, grouped = (
+        build_problem(task, options, **words) for words in ({"groups": False}, {}, {"groups": True})
+    )
+    [first, second, third] = (
+        next(list(move.seconds) for move in problem.transfers if move.target == "actor_generate")
+        for problem in (plain, default, grouped)
+    )
+    assert first == second
+    assert third[0] < first[0]
 
 
 # --- rows of options
@@ -406,6 +422,82 @@ def test_a_copy_takes_the_place_of_its_home(
     [first, second] = problem.calls
     second = structs.replace(second, home="a", spared=spared)
     assert device_needs(structs.replace(problem, calls=[first, second]), [0, 0])[0].peak_bytes == peak
+
+
+# --- files of the planner's words
+
+
+def test_a_transfer_as_rows_of_times() -> None:
+    """Of one row as well; that a problem may say more of it is not the file's."""
+    for seconds, columns in (([1.0, 2.0, 3.0], 3), ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 3), ([4.0], 1)):
+        rows = list(range(len(seconds) // columns))
+        table = moving(seconds, rows=rows, columns=list(range(columns)), num_columns=columns)
+        file = PlannedTransfer.of(table)
+        assert file.times_s == [seconds[start : start + columns] for start in range(0, len(seconds), columns)]
+        assert file.table() == table
+        assert (file.name, file.source, file.target, file.on, file.parents) == ("move", "a", "b", ["b"], [("a", 0)])
+
+
+def planned(**fields: Any) -> PlannedFile:
+    rows = {"a": row((0, 1), 1.0), "b": row((0, 1), 2.0)}
+    return PlannedFile.of(problem_of(rows, {"b": [("move", 0)]}, transfers=[moving([3.0], **fields)]))
+
+
+def test_a_problem_comes_back_from_its_file(tmp_path: Path) -> None:
+    rows = {"a": row((0, 1), 1.0), "b": row((0, 1), 2.0)}
+    problem = problem_of(rows, {"b": [("move", 0)]}, transfers=[moving([3.0])])
+    assert PlannedFile.of(problem).problem() == problem
+    path = tmp_path / "problem.json"
+    path.write_bytes(problem_bytes(PlannedFile.of(problem)))
+    assert load_problem(path) == problem
+    path.write_bytes(problem_bytes(file_of()))
+    assert load_problem(path) == file_of().problem()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaints"),
+    [
+        ({}, []),
+        ({"times_s": [[]]}, ["transfer 'move': the rows of times_s must be equally long, and not empty",
+                             "transfer 'move': columns names 0, but times_s has 0 columns"]),
+        ({"times_s": [[1.0], [1.0, 2.0]], "rows": [1]},
+         ["transfer 'move': the rows of times_s must be equally long, and not empty"]),
+        ({"rows": [0, 0]}, ["transfer 'move': rows has 2 entries; it needs one for each of 'a''s 1 options"]),
+        ({"columns": []}, ["transfer 'move': columns has 0 entries; it needs one for each of 'b''s 1 options"]),
+        ({"rows": [1]}, ["transfer 'move': rows names 1, but times_s has 1 rows"]),
+        ({"columns": [2]}, ["transfer 'move': columns names 2, but times_s has 1 columns"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_transfer(changes: dict[str, Any], complaints: list[str]) -> None:
+    file = planned()
+    [move] = file.transfers
+    broken = structs.replace(file, transfers=[structs.replace(move, **changes)])
+    assert list(broken.complaints()) == complaints
+
+
+def test_a_home_is_a_call_of_the_file() -> None:
+    file = planned()
+    first, second = file.calls
+    broken = structs.replace(file, calls=[first, structs.replace(second, home="nobody")])
+    assert list(broken.complaints()) == ["'b': home is 'nobody', which is no call of the file"]
+
+
+def test_complaints_of_nodes_and_their_names() -> None:
+    file = planned(on=["a", "x"], source="y", target="z")
+    first, second = file.calls
+    places = [f"transfer 'move': '{field}' is '{name}', which is no call of the file"
+              for field, name in (("from", "y"), ("to", "z"), ("on", "x"))]  # fmt: skip
+    assert list(_complaints(file)) == places
+    twice = structs.replace(planned(), calls=[first, structs.replace(second, name="a", parents=[])])
+    assert next(_complaints(twice)) == "two nodes have the name 'a'; names of calls and transfers must differ"
+    lost = structs.replace(planned(), calls=[structs.replace(first, parents=[("x", 1)]), second])
+    assert list(_complaints(lost)) == ["'a': parents names 'x', which is no call and no transfer of the file"]
+    circle = structs.replace(planned(), calls=[structs.replace(first, parents=[("b", 0)]), second])
+    assert list(_complaints(circle)) == [
+        "the nodes of a step wait for one another in a circle; parents must not form a cycle with 0 steps back"
+    ]
+    back = structs.replace(planned(), calls=[structs.replace(first, parents=[("b", 1)]), second])
+    assert list(_complaints(back)) == []
 
 
 # --- files of version 1
