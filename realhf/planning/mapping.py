@@ -14,7 +14,7 @@ from realhf.planning.model.communicators import of_all_devices
 from realhf.planning.options import Option, options_on
 from realhf.planning.task import PlanningTask
 
-MOST_ALLOCATIONS = 500_000  # some ten seconds
+_MOST_ALLOCATIONS = 500_000  # some ten seconds
 
 Group = tuple[str, ...]
 Placement = tuple[Group, ...]
@@ -152,9 +152,9 @@ class Mapper:
 
     def _count(self) -> None:
         self._allocations += 1
-        if self._allocations > MOST_ALLOCATIONS:
+        if self._allocations > _MOST_ALLOCATIONS:
             raise UserError(
-                f"there are more than {MOST_ALLOCATIONS:,} ways to give {self.task.cluster.num_devices} devices to "
+                f"there are more than {_MOST_ALLOCATIONS:,} ways to give {self.task.cluster.num_devices} devices to "
                 f"{len(self.task.graph.models)} models; this rule is for smaller clusters"
             )
 

@@ -21,7 +21,7 @@ from realhf.planning import copies, dominance, intervals, mapping, mixes
 from realhf.planning.dominance import Dominance, worthwhile
 from realhf.planning.explain import hinges as hinge_module
 from realhf.planning.explain.hinges import Hinge, hinges
-from realhf.planning.intervals import Doubt, Draws, PlanDraws, at_ends, interval, probability_faster, rounded
+from realhf.planning.intervals import Doubt, Draws, PlanDraws, at_ends, drawn, interval, probability_faster, rounded
 from realhf.planning.mapping import Colocated, FoundMapping, Mapper, allocations, placed
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
@@ -272,9 +272,9 @@ def test_there_are_not_too_many_ways_to_look_at(monkeypatch: pytest.MonkeyPatch)
     mapper = mapper_of(monkeypatch, SECONDS)
     mapper.best(apart)
     assert mapper._allocations == 5
-    monkeypatch.setattr(mapping, "MOST_ALLOCATIONS", 5)
+    monkeypatch.setattr(mapping, "_MOST_ALLOCATIONS", 5)
     assert mapper_of(monkeypatch, SECONDS).best(apart).cost_s == 9.0
-    monkeypatch.setattr(mapping, "MOST_ALLOCATIONS", 4)
+    monkeypatch.setattr(mapping, "_MOST_ALLOCATIONS", 4)
     with pytest.raises(UserError) as error:
         mapper_of(monkeypatch, SECONDS).best(apart)
     assert str(error.value) == (
@@ -584,6 +584,15 @@ def test_a_tie_is_half_a_win() -> None:
     assert probability_faster(other, one) == (2 + 0.5) / 4
 
 
+def test_the_draws_of_a_task() -> None:
+    draws = drawn(TASK)
+    assert (draws.count, draws.seed, draws.errors) == (128, 0, True)
+    assert np.array_equal(draws.factors, drawn(TASK, 128, 0).factors)
+    assert not np.array_equal(draws.factors, drawn(TASK, 128, 1).factors)
+    assert drawn(TASK, 3, 5).seed == 5
+    assert draws.names == intervals.doubt_of(TASK.costs).names
+
+
 DOUBT = Doubt(("intra_node_bandwidth", "layers"), np.diag([0.25, 0.04]))
 
 
@@ -687,8 +696,8 @@ def test_only_rivals_that_may_be_faster_count(monkeypatch: pytest.MonkeyPatch) -
     """The likeliest; none that takes three times as long, is as fast in every draw, or is surely slower."""
     sure = [1.1] * 19 + [0.9]
     steps: dict[float, Sequence[float]] = {
-        1.0: [1.0] * 20, 3.0: [0.5] * 20, 1.01: [1.0] * 20, 1.02: sure, 1.03: [1.1] * 12 + [0.9] * 8,
-        1.04: [1.1] * 13 + [0.9] * 7,
+        1.0: [1.0] * 20, 3.0: [0.5] * 20, 1.01: [1.0] * 20, 1.02: sure, 1.03: [1.1] * 13 + [0.9] * 7,
+        1.04: [1.1] * 12 + [0.9] * 8, 2.9: [1.1] * 14 + [0.9] * 6,
     }  # fmt: skip
     costs = SimpleNamespace(profiled=True, hardware="hardware")
     draws: Any = Ends(steps, costs=costs)
@@ -700,9 +709,9 @@ def test_only_rivals_that_may_be_faster_count(monkeypatch: pytest.MonkeyPatch) -
     steps_ends = {s: [s - 0.05 * (s > 1), s] for s in steps}
     ends.steps = steps_ends
     [found] = hinges(draws, predicted(1.0), {str(s): predicted(s) for s in steps if s > 1})
-    assert (found.rival, found.slower) == ("1.03", 0.6)
-    [other] = hinges(draws, predicted(1.0), {"near": predicted(1.04)})
-    assert (other.rival, other.slower) == ("near", 0.65)
+    assert (found.rival, found.slower) == ("1.04", 0.6)
+    [other] = hinges(draws, predicted(1.0), {"near": predicted(2.9)})
+    assert (other.rival, other.slower) == ("near", 0.7)
 
 
 @pytest.mark.parametrize(
