@@ -706,8 +706,7 @@ def test_only_rivals_that_may_be_faster_count(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hinge_module, "doubt_of", lambda of: SimpleNamespace(names=("layers",)))
     monkeypatch.setattr(hinge_module, "measurement_of", lambda name: name)
     assert hinges(draws, predicted(1.0), {str(s): predicted(s) for s in (3.0, 1.01, 1.02)}) == []
-    steps_ends = {s: [s - 0.05 * (s > 1), s] for s in steps}
-    ends.steps = steps_ends
+    ends.steps = {s: [s - 0.05 * (s > 1), s] for s in steps} | {2.9: [0.9, 2.9]}
     [found] = hinges(draws, predicted(1.0), {str(s): predicted(s) for s in steps if s > 1})
     assert (found.rival, found.slower) == ("1.04", 0.6)
     [other] = hinges(draws, predicted(1.0), {"near": predicted(2.9)})
