@@ -256,6 +256,9 @@ def test_mappings_come_by_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (mapper.least_devices(("x",)), mapper.least_devices(("y",)), mapper.least_devices(("z",))) == (1, 2, None)
     with pytest.raises(UserError, match="none of 1 placements fits into the memory of 4 devices"):
         mapper.ranked([(("x",), ("z",))])
+    holes = mapper_of(monkeypatch, {("x", 1): (1.0, 1.0, 1.0), ("y", 2): (1.0, 1.0, 1.0)})
+    with pytest.raises(UserError, match="none of 1 placements fits"):
+        holes.ranked([(("x",), ("y",))])
 
 
 def test_the_cheapest_sizes_of_a_placement(monkeypatch: pytest.MonkeyPatch) -> None:

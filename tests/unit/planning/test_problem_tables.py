@@ -174,18 +174,22 @@ def on_h100(graph: DataflowGraph, **fields: Any) -> PlanningTask:
     return replace(task_of(graph, **{**settings(graph, cluster), "costs": costs, "dtype": "bfloat16"}), **fields)
 
 
-def test_a_sharded_home_gathers_for_those_who_read_in_it() -> None:
-    """What reading takes, once, is the home's."""
+@pytest.mark.parametrize("prefetch", [None, True, False])
+def test_a_sharded_home_gathers_for_those_who_read_in_it(prefetch: bool | None) -> None:
+    """What reading takes, once, is the home's. Readers gather as early as the home does."""
     task, strategy = on_h100(reading()), ParallelStrategy(dp=4)
     train = task.graph.model_calls["actor_train_step"]
-    home = task.call_models[train.name].under(FSDP)
+    sharded = CallCompute(data_parallel="fsdp", prefetch=prefetch)
+    home = task.call_models[train.name].under(sharded)
+    other = task.call_models["actor_inference"].under(structs.replace(sharded, prefetch=not home.features.prefetch))
     of_home = CallCompute(data_parallel="fsdp", prefetch=home.features.prefetch)
     reader = task.call_models["actor_inference"].under(of_home)
     work = home.work(strategy, 2)
-    row = row_of(task, train, strategy, 2, FSDP)
+    row = row_of(task, train, strategy, 2, sharded)
+    assert reader.work(strategy, 1).gathered_bytes() != other.work(strategy, 1).gathered_bytes()
     gathered_s = home.gathering_s(strategy, 2) + reader.gathering_s(strategy, 1)
     assert reader.gathering_s(strategy, 1) > 0
-    assert row.time_s == home.seconds(strategy, 2) + gathered_s == seconds_of(task, train, strategy, 2, FSDP)
+    assert row.time_s == home.seconds(strategy, 2) + gathered_s == seconds_of(task, train, strategy, 2, sharded)
     gathered = reader.work(strategy, 1).gathered_bytes()
     assert gathered > 0
     assert row.static_bytes == home.static_bytes(strategy) + gathered
@@ -362,14 +366,15 @@ def test_what_nodes_wait_for_and_occupy() -> None:
     """The first nodes of a step wait for everything of the step that has to be over."""
     rows = {"a": row((0, 2), 1.0), "b": row((2, 1), 2.0)}
     move = moving([3.0, 4.0, 5.0, 6.0], rows=[1], columns=[1], num_columns=2, on=["a", "b"])
-    problem = problem_of(rows, {"a": [("b", 2)], "b": [("move", 0)]}, transfers=[move], in_flight=1)
+    problem = problem_of(rows, {"a": [("b", 2)], "b": [("move", 0), ("a", 1)]}, transfers=[move], in_flight=1)
     simulation = Simulation(problem, [0, 0])
     assert simulation.durations == [1.0, 2.0, 6.0]
     assert simulation.devices == [{0, 1}, {2}, {0, 1, 2}]
     assert simulation.parents(0, 0) == []
     assert simulation.parents(1, 0) == [(0, 0), (0, 1), (0, 2)]
     assert simulation.parents(2, 0) == [(0, 1), (1, 0), (1, 1), (1, 2)]
-    assert simulation.parents(2, 1) == [(2, 2)]
+    assert simulation.parents(2, 1) == [(2, 2), (1, 0)]
+    assert simulation.parents(0, 1) == [(0, 2)]
     assert simulation.parents(1, 2) == [(1, 0)]
 
 
