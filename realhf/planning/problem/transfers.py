@@ -67,8 +67,6 @@ class ParameterTransfers:
         source, target = (self._numbers.home_call(model).name for model in (node.source, node.target))
         parents = [*self._numbers.parents(node.name), *loads]
         table = self._move(node.name, source, target, parents, forwarding=False)
-        if node.every_steps == 1:
-            return table
         if not isinstance(table.seconds, Table):
             return replace(table, seconds=[seconds / node.every_steps for seconds in table.seconds])
         table.seconds.divide(node.every_steps)

@@ -564,11 +564,33 @@ def test_modes_for_ways_that_may_be_the_fastest(
     result = list(mixes.mixed_ways(task, SimpleNamespace(name="train"), ways))  # type: ignore[arg-type]
     order = sorted(zero1_s, key=lambda count: zero1_s[count])
     expected = [count for count in order if count in found]
-    assert list(dict.fromkeys(count for _, count, _ in result)) == expected
+    assert [count for _, count, _ in result] == expected
     assert {compute for _, _, compute in result} <= {mixed}
     assert {data_parallel for _, _, data_parallel in asked} <= {None}
     monkeypatch.setattr(mixes, "has_modes", lambda *words: False)
     assert list(mixes.mixed_ways(task, SimpleNamespace(name="train"), ways)) == []  # type: ignore[arg-type]
+
+
+def test_modes_in_each_room_that_states_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways that have fewer rooms are in their smallest one again."""
+    model: Any = Sharded({1: 1.0, 2: 1.05}, {0: (100, 30), 1: (10, 0), 2: (5, 0)})
+    task: Any = SimpleNamespace(call_models={"train": model})
+    asked: list[Any] = []
+
+    def rooms(left_bytes: float, zero1_bytes: int, least_bytes: int, *, shares_devices: bool) -> list[int]:
+        assert (zero1_bytes, least_bytes, shares_devices) == (100, 30, False)
+        return {90: [90, 70], 95: [95]}[int(left_bytes)]
+
+    def mix(of: Any, of_model: Any, way: Any, room_bytes: int) -> CallCompute:
+        asked.append((way[1], room_bytes))
+        return CallCompute(data_parallel=(("*", "sharded"),))
+
+    monkeypatch.setattr(mixes, "rooms", rooms)
+    monkeypatch.setattr(mixes, "_mix", mix)
+    monkeypatch.setattr(mixes, "has_modes", lambda of, definition: (of, definition.name) == (task, "train"))
+    ways: list[Any] = [(ParallelStrategy(), count, CallCompute(data_parallel="fsdp")) for count in (2, 1)]
+    list(mixes.mixed_ways(task, SimpleNamespace(name="train"), ways))  # type: ignore[arg-type]
+    assert asked == [(1, 90), (2, 95), (1, 70), (2, 95)]
 
 
 # --- intervals

@@ -32,6 +32,8 @@ from realhf.planning.problem.version_1 import FileCall, FileOption, FileTransfer
 from realhf.planning.task import PlanningTask, with_staleness
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.test_beside import Rule
+from tests.unit.planning.test_beside import task as task_with_rule
 
 ONE, DP2, TP2 = ParallelStrategy(), ParallelStrategy(dp=2), ParallelStrategy(tp=2)
 FSDP = CallCompute(data_parallel="fsdp")
@@ -121,6 +123,42 @@ def test_a_model_that_follows_every_few_steps_takes_a_part_of_it_in_each(every: 
         assert list(move.seconds) == pytest.approx([whole_s / every])
         assert (move.source, move.target) == ("actor_train_step", "ref_inference")
         assert (move.name, ("load ref for ref_follows_actor", 0) in move.parents) == ("ref_follows_actor", True)
+
+
+def test_followers_neither_send_on_nor_take_groups() -> None:
+    """A copy's devices do: two of them get the parameters of one model from who has them."""
+    graph = DataflowGraph(list(ppo().calls.values()), ["prompts"], {"ref": Follow("actor", eta=0.5)})
+    task = task_on_cpu(graph, devices=4)
+    pair = layout(DP2, first=2)
+    problem = build_problem(task, on_one(graph, ref_inference=pair, actor_generate=pair))
+    seconds = {move.name: list(move.seconds) for move in problem.transfers}
+    count = parameter_count(TINY)
+    assert seconds["ref_follows_actor"] == pytest.approx([CPU.send_s(2 * 4 * count, crosses_nodes=False)])
+    move = "actor: actor_train_step -> actor_generate"
+    assert seconds[move] == pytest.approx([CPU.send_s(4 * count, crosses_nodes=False)])
+    options = on_one(graph, actor_train_step=layout(ParallelStrategy(tp=4)),
+                     ref_inference=layout(ParallelStrategy(dp=2, tp=2)))  # fmt: skip
+    plain, grouped = (build_problem(task, options, groups=groups) for groups in (False, True))
+    [first, second] = (
+        next(list(each.seconds) for each in of.transfers if each.name == "ref_follows_actor") for of in (plain, grouped)
+    )
+    assert first == second
+
+
+def test_the_time_of_a_rule_is_by_the_devices_of_whose_samples_it_reads() -> None:
+    task = task_with_rule(Rule(seconds_per_sample=3.0), devices=2)
+    options = on_one(task.graph)
+    options["actor_generate"] = [Option(layout(DP2), 1), Option(layout(), 1), Option(layout(first=1), 1)]
+    [rule] = [each for each in build_problem(task, options).transfers if each.name == "judge"]
+    assert (rule.rows, rule.columns, rule.num_columns, rule.on) == ([0, 1, 1], [0, 0, 0], 1, [])
+    assert (list(rule.seconds), rule.source, rule.target) == ([24.0, 48.0], "actor_generate", "actor_generate")
+    assert rule.parents == [("actor_generate", 0)]
+    reads = "data: judge -> actor_train_step"
+    [data] = [each for each in build_problem(task, options).transfers if each.name == reads]
+    assert (data.source, data.parents, data.on) == ("actor_generate", [("judge", 0)], ["actor_train_step"])
+    waiting = build_problem(replace(task, offload=("ref",)), {**options, "ref_inference": options["actor_generate"]})
+    [load] = [each for each in waiting.transfers if each.name == "load ref for ref_inference"]
+    assert (load.rows, load.columns, load.num_columns, len(load.seconds)) == ([0, 1, 1], [0, 0, 0], 1, 2)
 
 
 @pytest.mark.parametrize(
