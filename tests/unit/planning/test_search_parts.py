@@ -673,6 +673,17 @@ def test_the_answer_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer(monkeypatch, predicted(2.5), seconds=0.0).evaluations_per_s == pytest.approx(30e9)
 
 
+def test_the_plan_says_whether_its_costs_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(search, "chosen", lambda options, choice: {})
+    monkeypatch.setattr(search, "_ordered", lambda *words: predicted(2.5))
+    monkeypatch.setattr(PlanningTask, "plan", lambda self, calls, **notes: said.append(notes["costs"]))
+    for profiled in (True, False):
+        monkeypatch.setattr(type(TASK.costs), "profiled", profiled)
+        search._result(prepared_of(native=Native()), found_of(), 7)
+    assert said == ["measured", "analytic"]
+
+
 def test_a_rule_that_is_faster_in_its_own_order_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proven is so of its own cost."""
     result = answer(monkeypatch, predicted(2.5), [predicted(2.6), predicted(2.4)])
