@@ -175,8 +175,9 @@ def test_the_task_of_an_experiment(costs: list[Any]) -> None:
     assert (task.workload.prompt_tokens, task.workload.new_tokens) == (EXPERIMENT.dataset.lengths()["prompt"].mean, 9)
     free = task_of(EXPERIMENT, cluster, offload=None)
     assert (free.offload, free.may_offload) == ((), True)
-    assert (task_of(EXPERIMENT, cluster).offload, task_of(EXPERIMENT, cluster).may_offload) == ((), False)
-    assert [words["features"].copies_checkpoints for _, words in costs[1:]] == [False] * 3
+    plain = task_of(EXPERIMENT, cluster)
+    assert (plain.offload, plain.may_offload) == ((), False)
+    assert [words["features"].copies_checkpoints for _, words in costs[1:]] == [False] * 2
     assert (costs[1][1]["root"], costs[1][1]["ignores_runs"]) == (None, False)
 
 
