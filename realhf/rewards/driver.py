@@ -90,7 +90,7 @@ class Driver(threading.Thread):
             self._error = error
             self._stop()
         self._has_started.set()
-        while (parts := self._parts.get()) is not None and not self._is_ending:
+        while (parts := self._parts.get()) is not None:
             todo = list(parts)
             while (todo := [part for part in todo if not part.job.is_done]) and not self._is_ending:
                 # Parts that may have ended a process go one by one.
@@ -132,7 +132,8 @@ class Driver(threading.Thread):
         for number, one in enumerate(opened):
             samples = [one.part.job.samples[index] for index in one.part.indices]
             process.send(Work(number, one.part.reward, samples))
-        function = self._functions[parts[0].reward]
+        first, *_ = parts  # several are of async functions
+        function = self._functions[first.reward]
         in_order = not (function.is_async or function.is_batch)
         limit_s = self._begin.timeout_s * 1.25 + _GRACE_S
         deadline = time.monotonic() + limit_s
@@ -244,12 +245,12 @@ class _Process:
         poll.register(self._output, select.POLLIN)
         if self._unsent:
             poll.register(self._input, select.POLLOUT)
+        # Its end is looked for before the pipe is: what it wrote before has then been read.
+        has_ended = self._child.poll() is not None
         ready = dict(poll.poll(1000 * _POLL_S))
         if self._input in ready:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):  # its end shows below
-                del self._unsent[: os.write(self._input, self._unsent[:_READ_BYTES])]
-        # Its end is looked for before the pipe is: what it wrote before has then been read.
-        has_ended = self._output not in ready and self._child.poll() is not None
+                del self._unsent[: os.write(self._input, self._unsent)]
         if self._output in ready:
             if content := os.read(self._output, _READ_BYTES):
                 try:

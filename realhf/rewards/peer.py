@@ -338,7 +338,10 @@ class _Raised:
 
 
 def _has(cls: type, name: str) -> bool:
-    method = getattr(cls, name, None)
+    """Whether objects of a class have a special method: not one of the class's own class, nor that of every object."""
+    if not any(name in vars(base) for base in cls.__mro__):
+        return False
+    method = getattr(cls, name)
     return callable(method) and method is not getattr(object, name, None)
 
 
@@ -358,4 +361,6 @@ def call_special(value: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Calls a special method as Python does: that of the class."""
     if name not in (*SPECIALS, *_ALWAYS, "__eq__"):
         raise WireError(f"no special method: {sys.intern(name)[:20]}")
+    if name in SPECIALS and not _has(type(value), name):
+        raise AttributeError(name)
     return getattr(type(value), name)(value, *args, **kwargs)

@@ -234,6 +234,19 @@ def test_nobody_waits_for_the_rest_of_a_job_that_has_failed() -> None:
     assert process.stops == 0
 
 
+def test_nobody_waits_for_a_part_of_a_job_that_has_failed_elsewhere() -> None:
+    one = job(is_strict=True)
+    process = Scripted([[value(0, 0), Failed(1, [0], "exception", "ValueError", 1.0)]])
+    assert driver_of(process)._score([Part(one, 2, (3,)), Part(one, 2, (0, 1))]) == []
+    assert process.stops == 1
+
+
+def test_what_of_a_batch_has_an_answer_is_not_done_again() -> None:
+    one = job()
+    process = Scripted([[value(0, 1), Failed(0, [0, 2], "time", "took too long", 1.0)]])
+    assert driver_of(process)._score([Part(one, 1, (3, 4, 5))]) == [Part(one, 1, (3,), 1), Part(one, 1, (5,), 1)]
+
+
 def test_a_failed_job_does_not_end_another_one() -> None:
     one, other = job(is_strict=True), job(is_strict=True)
     process = Scripted([[Failed(0, [0], "exception", "ValueError", 1.0)], [value(1, 0)], [value(0, 1)]])
@@ -357,8 +370,18 @@ def test_a_start_that_fails_is_told_to_whoever_asks_for_the_functions() -> None:
     assert loop.stops == 2
 
 
-def test_the_functions_of_a_driver_that_has_started() -> None:
-    loop = Loop([])
+def test_the_functions_of_a_driver_that_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks earlier waits until then."""
+
+    class Started:
+        def wait(self) -> None:
+            loop._functions = [ONE]
+
+    loop = Loop([], [])
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_has_started", Started())
+        assert loop.functions() == [ONE]
+    loop._functions = FUNCTIONS
     ran(loop)
     assert loop.functions() == FUNCTIONS
     assert loop.stops == 1
@@ -540,6 +563,54 @@ def test_a_process_that_closes_its_output_is_given_a_while_to_end(child: Callabl
     assert child().waits == [5]
 
 
+class Poll:
+    """Finds nothing ready, whatever is."""
+
+    def __init__(self, then: Callable[[], Any] = lambda: None):
+        self.registered, self.limits_ms, self.then = [], [], then  # type: ignore[var-annotated]
+
+    def register(self, *words: int) -> None:
+        self.registered.append(words)
+
+    def poll(self, limit_ms: float) -> list[Any]:
+        self.limits_ms.append(limit_ms)
+        self.then()
+        return []
+
+
+def test_a_process_is_waited_for_without_haste(child: Callable[[], Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input is looked at while there is something to send, and written to once it takes something."""
+    process, poll = _Process("p", BEGIN, io.BytesIO()), Poll()
+    monkeypatch.setattr(module, "_POLL_S", 0.25)
+    with monkeypatch.context() as patched:
+        patched.setattr(module.select, "poll", lambda: poll)
+        assert process.receive(FAR) == []
+        assert poll.registered == [(child().stdout.fileno(), 1), (child().stdin.fileno(), 4)]  # POLLIN, POLLOUT
+        os.set_blocking(child().requests.fileno(), False)
+        assert child().requests.read(10) is None
+        process._unsent.clear()
+        poll.registered = []
+        assert process.receive(FAR) == []
+    assert poll.registered == [(child().stdout.fileno(), 1)]
+    assert poll.limits_ms == [250.0, 250.0]
+
+
+def test_the_last_words_of_a_process_that_ends_at_this_moment_are_heard(
+    child: Callable[[], Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = _Process("p", BEGIN, io.BytesIO())
+
+    def end() -> None:
+        child().replies.write(frame(value(0, 1)))
+        child().returncode = 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.select, "poll", lambda: Poll(end))
+        assert process.receive(FAR) == []
+    assert process.receive(FAR) == [value(0, 1)]
+    assert ended(process) == ("the process ended during the call (exit code 0)", "end")
+
+
 def test_what_is_no_message_ends_the_call(child: Callable[[], Child]) -> None:
     process = _Process("p", BEGIN, io.BytesIO())
     child().replies.write(b"\0\0\0\1\xc1")
@@ -661,9 +732,9 @@ def test_so_much_of_the_output_is_copied_and_no_more(tmp_path: Path, monkeypatch
     copied(2 * line, tmp_path, log)
     assert log.getvalue() == 2 * (b"[p 0] " + line)
     log = Log()
-    copied(2 * line + b"a\nb\nc\n", tmp_path, log)
+    copied(2 * line + b"\nb\nc\n", tmp_path, log)
     note = b"[p 0] more than 1 MiB were printed; the rest is left out\n"
-    assert log.getvalue() == 2 * (b"[p 0] " + line) + b"[p 0] a\n" + note
+    assert log.getvalue() == 2 * (b"[p 0] " + line) + b"[p 0] \n" + note
 
 
 def test_output_goes_nowhere_once_the_log_is_closed(tmp_path: Path) -> None:

@@ -386,6 +386,7 @@ PASSING = [
     "assert add(sum([1, 2]), 0) == 3",
     "assert 2 * Vector(1, 2) == Vector(2, 4) and Vector(1, 2) @ Vector(3, 4) == 11 and -Vector(1) == Vector(-1)",
     "assert Vector(1) and not Vector(0) and float(Vector(1)) == 0.5 and f'{Vector(1)}' == '<(1,)>'",
+    "assert callable(Point) and not callable(Point(1))\ntry: Point(1)()\nexcept TypeError: pass\nelse: assert False",
     "assert Vector(1) != 3 and not Vector(1) == 3 and Vector(1) not in [1, 2]",
     "import numpy\nx = numpy.arange(6.0).reshape(2, 3)\nassert (ident(x) == x).all() and ident(x).dtype == x.dtype",
     "def fill(a): a[0] = 7\nx = numpy.zeros(2)\napply(lambda a: fill(a), x)\nassert type(ident(numpy.float32(1))) is numpy.float32",
