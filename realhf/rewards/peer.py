@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,7 +113,7 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-class Peer:
+class Peer(ABC):
     """One of the two sides; `perform` says what the other may ask for.
 
     Args:
@@ -181,9 +182,9 @@ class Peer:
                 case _:
                     raise WireError("no question")
 
+    @abstractmethod
     def perform(self, what: str, subject: Any, args: Any, kwargs: Any) -> Any:
         """The answer to a question of the other side."""
-        raise NotImplementedError
 
     def own(self, number: Any) -> Any:
         """The object that the other side has under a number."""
@@ -212,16 +213,13 @@ class Peer:
             case _:
                 raise WireError("no error")
         if cls in self._errors.values():
-            error = cls.__new__(cls, *args)
-            error.args = args
+            error = cls.__new__(cls, *args)  # which sets `args`; its own `__init__` is the other side's
             vars(error).update(_realhf_text=text, _realhf_at=at)
             return error
         try:
             return cls(*args)
         except Exception:
-            error = cls.__new__(cls, *args)
-            error.args = args
-            return error
+            return cls.__new__(cls, *args)
 
     # --- objects
 
