@@ -66,7 +66,7 @@ class _ProgramPeer(Peer):
         sys.modules["__main__"] = module
         with open(self._file, "rb") as file:
             source = file.read()
-        exec(compile(source, self._file, "exec", dont_inherit=True), self._names)
+        exec(compile(source, self._file, "exec"), self._names)
 
     def _send(self, message: list[Any]) -> None:
         super()._send([*message, self.printed.take()])

@@ -44,7 +44,7 @@ def outcomes(tests: list[str], reader: int, writer: int) -> list[str] | None:
 def _outcome(test: str, names: "_Names") -> str:
     try:
         names.begin(test)
-        exec(compile(test, "test", "exec", dont_inherit=True), names)
+        exec(compile(test, "test", "exec"), names)
     except WireError:
         raise
     except BaseException as error:

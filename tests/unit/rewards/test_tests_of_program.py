@@ -148,6 +148,7 @@ def test_an_installed_library_is_not_meant() -> None:
         ("f\nraise SystemExit(0)", "SystemExit: 0"),
         ("f\nraise ValueError('x' * 1000)", "ValueError: " + "x" * 288),
         ("(", "SyntaxError: '(' was never closed"),
+        ("sum(2, 3)", "TypeError: 'str' object is not callable"),  # the program's
     ],
 )
 def test_the_outcome_of_a_test(test: str, outcome: str) -> None:
