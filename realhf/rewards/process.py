@@ -87,12 +87,12 @@ class _Server:
         self._lock = threading.Lock()  # replies come from several threads
         self._todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._rewards: list[Reward] = []
-        self._timeout_s = 0.0
-        self._turns = asyncio.Semaphore()  # of async calls; a call's time begins with its turn
+        self._timeout_s: float
+        self._turns: asyncio.Semaphore  # of async calls; a call's time begins with its turn
         self._now: _Now | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[asyncio.Task[None], tuple[Work, int]] = {}
-        self._turned_s = time.monotonic()  # when the loop last turned
+        self._turned_s: float  # when the loop last turned, before which it has no tasks
 
     def serve(self) -> None:
         threading.Thread(target=self._read, args=(threading.get_ident(),), daemon=True).start()

@@ -41,17 +41,17 @@ class _ProgramPeer(Peer):
             case "special":
                 return call_special(self.own(subject), args[0], args[1:], kwargs)
             case "get":
-                return getattr(self.own(subject), args[0])
+                return getattr(self.own(subject), *args)
             case "set":
                 return setattr(self.own(subject), *args)
             case "delete":
                 return delattr(self.own(subject), *args)
             case "data":
-                return data_of(self.own(subject), args[0])
+                return data_of(self.own(subject), *args)
             case "isinstance":
-                return isinstance(args[0], self.own(subject))
+                return isinstance(*args, self.own(subject))
             case "issubclass":
-                return issubclass(args[0], self.own(subject))
+                return issubclass(*args, self.own(subject))
             case "await":
                 import asyncio  # a program without coroutines starts sooner
 

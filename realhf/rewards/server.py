@@ -82,7 +82,7 @@ def _checked(url: str) -> urllib.parse.SplitResult:
     """The parts of an address. Raises ValueError, whose text has no part of a secret."""
     try:
         parts = urllib.parse.urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # of a port that is no number, say
         parts, is_address = urllib.parse.SplitResult("", "", "", "", ""), False
     if not is_address or not url.isascii() or not url.isprintable() or " " in url:

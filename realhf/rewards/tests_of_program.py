@@ -109,13 +109,13 @@ class _TestsPeer(Peer):
     def special(self, of: Reference, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__exit__":
             args = tuple(None if isinstance(one, types.TracebackType) else one for one in args)
-        other = reference(args[0]) if len(args) == 1 else None
+        other = reference(*args) if len(args) == 1 else None
         if name in COMPARISONS:
-            return self._compare(of, name, args[0], other)
+            return self._compare(of, name, *args, other=other)
         if name in OPERATORS and args:
             return self._operate(of, name, args, other)
         if name == "__contains__" and other is None:
-            return self._contains(of, args[0])
+            return self._contains(of, *args)
         return super().special(of, name, args, kwargs)
 
     def equals(self, proxy: Proxy, of: Reference, other: object) -> Any:
@@ -182,11 +182,11 @@ class _TestsPeer(Peer):
             case "special":
                 return call_special(self.own(subject), args[0], args[1:], kwargs)
             case "get":
-                return getattr(self.own(subject), _open_name(args[0]))
+                return getattr(self.own(subject), _open_name(*args))
             case "set" if type(self.own(subject)).__module__ == "__main__":  # of a class of the tests
                 return setattr(self.own(subject), _open_name(args[0]), args[1])
             case "isinstance":
-                return isinstance(args[0], self.own(subject))
+                return isinstance(*args, self.own(subject))
         raise TypeError(f"{what}: not with an object of the tests")
 
     def export(self, value: Any) -> list[Any]:

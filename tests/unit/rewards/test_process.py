@@ -89,6 +89,24 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "monotonic", lambda: NOW_S)
 
 
+class Thread:
+    """One that has run as soon as it starts."""
+
+    daemons: list[bool]
+
+    def __init__(self, *, target: Callable[..., Any], args: tuple[Any, ...], daemon: bool = False):
+        self.daemons.append(daemon)
+        self.start = lambda: target(*args)
+
+
+@pytest.fixture
+def daemons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the threads that are started end with the main one."""
+    Thread.daemons = []
+    monkeypatch.setattr(module.threading, "Thread", Thread)
+    return Thread.daemons
+
+
 class EndedError(BaseException):
     """Instead of the end of this process."""
 
@@ -228,7 +246,9 @@ def test_a_call_for_a_batch(how: str, serve: Callable[..., Served], stopped: Non
     assert without_places(served[0].said()) == said
 
 
-def test_works_are_done_in_their_order(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_are_done_in_their_order(
+    serve: Callable[..., Served], daemons: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def one(response: str) -> float:
         return float(ord(response))
 
@@ -256,6 +276,7 @@ def test_works_are_done_in_their_order(serve: Callable[..., Served], monkeypatch
         (1, 1, 100.0),
     ]
     assert reads == [threading.get_ident()]
+    assert daemons == [True]
 
 
 def test_a_reply_is_written_whole_however_little_the_pipe_takes(
@@ -304,7 +325,11 @@ def test_requests_go_to_where_their_functions_run(serve: Callable[..., Served], 
 
 @pytest.mark.parametrize("functions", [[plain], [plain, waits]])
 def test_a_process_begins_with_its_functions(
-    functions: list[Any], serve: Callable[..., Served], ends: list[int], monkeypatch: pytest.MonkeyPatch
+    functions: list[Any],
+    serve: Callable[..., Served],
+    ends: list[int],
+    daemons: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = serve(*functions)
     server, rewards = served.server, served.server._rewards
@@ -313,11 +338,9 @@ def test_a_process_begins_with_its_functions(
     monkeypatch.setattr(module, "load_rewards", lambda names: (asked.append(names), rewards)[1])
     monkeypatch.setattr(server, "_run_loop", lambda loop: started.append(loop))
     monkeypatch.setattr(server, "_watch", lambda thread: started.append(thread))
-    before = set(threading.enumerate())
     server._rewards = []
     server._begin(Begin(("r.py:f", "r.py:g"), 2.5, 3), 77)
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
+    assert daemons == [True] * len(functions)
     assert asked == [("r.py:f", "r.py:g")]
     assert (server._rewards, server._timeout_s, server._turns._value) == (rewards, 2.5, 3)
     assert (server._loop is not None) == (waits in functions)

@@ -1,7 +1,10 @@
 """The ready reward functions."""
 
 import importlib.util
+import logging
 import math
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
 from realhf.rewards import ready
-from realhf.rewards.numbers_in_text import answer_number
+from realhf.rewards import unit_tests as unit_tests_module
+from realhf.rewards.numbers_in_text import _last_boxed, answer_number
 from realhf.rewards.sandbox import Limits
 from realhf.rewards.sources import load_rewards
 from realhf.rewards.unit_tests import listed_tests, program_of
@@ -33,6 +37,9 @@ def reward(name: str, response: str, **row: Any) -> float:
         ("(strip=False)", " Paris", 0),
         ("", "Pa ris", 0),
         ("(collapse_spaces=True)", "  Paris ", 1),
+        ("(ignore_case=False)", "paris", 0),
+        ("(strip=False)", "Paris", 1),
+        ("(strip=False, collapse_spaces=True)", " Paris ", 1),
     ],
 )
 def test_exact_match(options: str, response: str, expected: float) -> None:
@@ -57,10 +64,38 @@ def test_exact_match(options: str, response: str, expected: float) -> None:
         ("1/0", None),
         ("1" * 500, None),
         ("1e999", math.inf),
+        (r"\boxed{7} 9", 7),
+        (r"\boxed{1 2} 9", 2),
+        (r"#### 5 \boxed{6} #### 7", 6),
+        ("1 #### 2 #### 3 4", 3),
+        ("1 #### none", None),
+        (r"#### \frac{1}{4} 2", 0.25),
+        (r"+\tfrac{1}{4}", 0.25),
+        ("3 / 2", 1.5),
+        ("1,000/1,0", 100),
+        (".5 + .25", 0.25),
+        ("0" * 399 + "5", 5),
+        ("0" * 400 + "5", None),
+        ("", None),
     ],
 )
 def test_the_number_of_a_text(text: str, number: float | None) -> None:
     assert answer_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{12}", "12"),
+        (r"a \boxed{1} b \boxed{{2}{3}}} c", "{2}{3}"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1{2}", None),
+        ("12", None),
+        (r"\box{12}", None),
+    ],
+)
+def test_the_last_box_of_a_text(text: str, boxed: str | None) -> None:
+    assert _last_boxed(text) == boxed
 
 
 @given(st.integers(-(10**12), 10**12))
@@ -88,6 +123,33 @@ def test_numeric() -> None:
         reward("numeric", "1", answer="unknown")
 
 
+@pytest.mark.parametrize(
+    ("tolerance", "right", "given_number", "expected"),
+    [
+        (0.5, 2, "3", 1),  # a part of the right number
+        (0.5, 2, "3.25", 0),
+        (0.5, 2, "1", 1),
+        (0.5, 0.5, "1", 1),  # of 1 where the right one is smaller
+        (0.5, 0.5, "1.25", 0),
+        (0.5, -4, "-6", 1),
+        (0.5, "-4", "-6.25", 0),
+        (0, 2.5, "2.5", 1),
+        (0, 2.5, "2.75", 0),
+        (None, 18, "18.00001", 1),
+        (None, 18, "18.00003", 0),
+    ],
+)
+def test_how_near_a_number_has_to_be(tolerance: Any, right: Any, given_number: str, expected: float) -> None:
+    options = "" if tolerance is None else f"(tolerance={tolerance})"
+    assert reward(f"numeric{options}", given_number, answer=right) == expected
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, math.inf, math.nan])
+def test_a_tolerance_is_a_number_from_0_on(tolerance: float) -> None:
+    with pytest.raises(ValueError, match=f"^tolerance={tolerance} must be finite and at least 0$"):
+        ready.numeric(tolerance=tolerance)
+
+
 def test_regex() -> None:
     pattern = r"(?s)<think>.*</think>\s*<answer>.*</answer>"
     assert reward(f"regex(pattern=r'{pattern}')", "<think>a\nb</think>\n<answer>4</answer>") == 1
@@ -104,6 +166,33 @@ def test_math_verify() -> None:
         reward("math_verify", "3", answer="")
 
 
+def test_what_is_asked_of_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without limits of its own, which need the main thread's signals; a text without marks is one formula."""
+    calls: list[Any] = []
+
+    def parse(*words: Any, **options: Any) -> Any:
+        calls.append((*words, options))
+        return [words[0]]
+
+    def verify(*words: Any, **options: Any) -> bool:
+        calls.append((*words, options))
+        return True
+
+    library: Any = types.ModuleType("math_verify")
+    library.__spec__ = importlib.util.spec_from_loader("math_verify", None)
+    library.parse, library.verify = parse, verify
+    monkeypatch.setitem(sys.modules, "math_verify", library)
+    for value, parsed in ((3, "$3$"), ("$x$", "$x$"), (r"\boxed{x}", r"\boxed{x}")):
+        calls.clear()
+        assert reward("math_verify(column='label')", "so 4", label=value) == 1
+        assert calls == [
+            (parsed, {"parsing_timeout": None}),
+            ("so 4", {"parsing_timeout": None}),
+            ([parsed], ["so 4"], {"timeout_seconds": None}),
+        ]
+    assert logging.getLogger("math_verify").level == logging.ERROR
+
+
 def test_math_verify_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else real(name))
@@ -117,6 +206,15 @@ def test_overlong(length: int, expected: float) -> None:
     assert ready.soft_overlong_punishment(length, 20480, 4096) == expected
     [loaded] = load_rewards(["ready:overlong(max_tokens=20480, cache_tokens=4096)"])
     assert loaded.function(**loaded.signature.arguments([sample(num_tokens=length)])) == expected
+
+
+@pytest.mark.parametrize(("cache", "allowed"), [(0, False), (1, True), (5, True), (6, False), (-1, False)])
+def test_the_tokens_that_are_punished_are_some_of_all(cache: int, allowed: bool) -> None:
+    if allowed:
+        assert [ready.soft_overlong_punishment(length, 5, cache) for length in (5 - cache, 5, 6)] == [0.0, -1.0, -1.0]
+        return
+    with pytest.raises(ValueError, match=f"^cache_tokens={cache} must be from 1 to max_tokens=5$"):
+        ready.soft_overlong_punishment(1, 5, cache)
 
 
 def test_overlong_is_trl_s() -> None:
@@ -175,7 +273,21 @@ def test_unit_tests_without_tests() -> None:
         reward("unit_tests", "pass", tests=[])
 
 
+def test_what_the_kernel_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("realhf.rewards.unit_tests.what_is_lacking", lambda: ["no one", "no other"])
+    monkeypatch.setattr("realhf.rewards.unit_tests.run_tests", lambda *given: [""])
+    unit_tests_module._say_what_is_lacking.cache_clear()
+    for _ in range(2):
+        assert reward("unit_tests", "p", tests="a") == 1
+    unit_tests_module._say_what_is_lacking.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == ["unit tests: no one", "unit tests: no other"]
+
+
 def test_the_program_of_a_response() -> None:
+    assert program_of("```Python\na\n```\n```\nb\n```") == "a\n"
+    assert program_of("``` python3 title=x\na\n```\n```\nb\n```") == "a\n"
+    assert program_of("```\na\n```\n```\nb\n```") == "b\n"
+    assert program_of("```sh\na\n```") == "```sh\na\n```"
     assert program_of("```python\na\n```\n```py\nb\n```\n```sh\nc\n```") == "b\n"
     assert program_of("```\na\n```\n```sh\nc\n```") == "a\n"
     assert program_of("a = 1") == "a = 1"
@@ -185,9 +297,19 @@ def test_the_listed_tests_a_column() -> None:
     assert listed_tests("[1] == f()") == ["[1] == f()"]
     assert listed_tests('["a", "b", " "]') == ["a", "b"]
     assert listed_tests(None) == []
+    assert listed_tests(' ["a"]') == ["a"]
+    assert listed_tests('"a"') == ['"a"']
+    assert listed_tests(["a", None, 3, "\n", "b"]) == ["a", "b"]
+    assert listed_tests("  ") == []
 
 
 def test_the_list_of_ready_functions() -> None:
     lines = ready.describe().splitlines()
     assert len(lines) == len(ready.READY)
-    assert lines[0].startswith("ready:exact_match(column='answer', strip=True, ")
+    assert lines[0] == (
+        "ready:exact_match(column='answer', strip=True, collapse_spaces=False, ignore_case=False)  "
+        "1 if the response is the text of `column`, else 0."
+    )
+    assert lines[-1] == (
+        "ready:overlong(max_tokens, cache_tokens)  DAPO's punishment of long responses, see `soft_overlong_punishment`."
+    )

@@ -29,6 +29,8 @@ def test_texts() -> None:
     assert arguments(other) == {"response": "4", "level": 3}
     assert arguments(rest) == {"prompt": "What is 2 + 2?", "response": "4", **ROW}
     assert arguments(length, sample(num_tokens=9)) == {"completion": "4", "response_length": 9}
+    assert arguments(length, sample(num_tokens=0, tokens=(1, 2)))["response_length"] == 0
+    assert arguments(length, sample(tokens=(1, 2)))["response_length"] == 2
 
 
 def test_the_response_is_the_model_s_even_where_the_data_have_a_column_of_that_name() -> None:
@@ -51,6 +53,44 @@ def test_batches() -> None:
         "level": [3, None],
     }
     assert arguments(marked, *pair) == {"response": ["4", "5"], "answer": ["4", "6"]}
+
+
+def test_lists_of_texts() -> None:
+    def lengths(responses: list[str], response_lengths: list[int]) -> list[float]: ...
+    def rest(responses: list[str], **row: Any) -> list[float]: ...
+
+    assert arguments(lengths, sample(num_tokens=9)) == {"responses": ["4"], "response_lengths": [9]}
+    # What only a few ask for is not among the rest.
+    assert arguments(rest) == {"prompts": ["What is 2 + 2?"], "responses": ["4"], "answer": ["4"], "level": [3]}
+
+
+def test_tokens_are_wanted_where_they_are_taken() -> None:
+    def named(completions: list[Any], completion_ids: list[Any]) -> list[float]: ...
+    def optional(completions: list[Any], completion_ids: Any = None) -> list[float]: ...
+    def column(response: str, completion_ids: Any) -> float: ...
+    def rest(response: str, **row: Any) -> float: ...
+
+    assert [recognise(one, "f").wants_tokens for one in (named, optional, column, rest)] == [True, True, False, False]
+
+
+def test_what_a_signature_has() -> None:
+    @batch
+    async def one(response: list[str], answer: str, level: int = 0, *, more: str, **row: Any) -> list[float]: ...
+    def other(completions: list[Any]) -> list[float]: ...
+
+    texts = ("prompt", "response", "completion", "response_length")
+    assert recognise(one, "f") == Signature(
+        "texts", True, True, texts, ("response", "answer", "more"), ("level",), True
+    )
+    given_to_trl = ("prompts", "completions", "completion_ids")
+    assert recognise(other, "f") == Signature("trl", True, False, given_to_trl, ("completions",), (), False)
+
+
+def test_a_call_of_one_sample_has_one() -> None:
+    def plain(response: str) -> float: ...
+
+    with pytest.raises(AssertionError, match="2 samples for a function of one"):
+        arguments(plain, sample(), sample())
 
 
 def test_trl() -> None:
@@ -83,7 +123,24 @@ def test_verl(row: dict[str, Any]) -> None:
     assert arguments(many, sample(row=row)) == {f"{name}s": [value] for name, value in expected.items()}
     assert not recognise(one, "f").missing(row)
     assert recognise(one, "f").missing(["answer"]) == ["data_source", "ground_truth"]
+    assert recognise(one, "f").missing(["data_source"]) == ["ground_truth"]
+    assert recognise(one, "f").missing(["extra_info", "ground_truth"]) == ["data_source"]
     assert recognise(many, "f").missing(["answer"]) == ["data_sources", "ground_truths"]
+
+
+def test_the_right_answer_of_verl_is_its_own_column_first() -> None:
+    def one(solution_str: str, ground_truth: str) -> float: ...
+
+    own = {"ground_truth": "5", "reward_model": {"ground_truth": "4"}}
+    assert arguments(one, sample(row=own))["ground_truth"] == "5"
+    assert arguments(one, sample(row={"reward_model": "none"}))["ground_truth"] is None
+
+
+def test_a_column_of_texts_is_not_one_of_verl() -> None:
+    def one(response: str, ground_truth: str) -> float: ...
+
+    assert recognise(one, "f").missing(["reward_model"]) == ["ground_truth"]
+    assert recognise(one, "f").missing(["ground_truth"]) == []
 
 
 def test_async_functions_and_objects() -> None:
@@ -125,6 +182,35 @@ def only_row(**row: Any) -> float: ...
 def test_what_is_no_form_is_refused(function: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         recognise(function, "f")
+
+
+def test_what_is_said_of_a_form_that_is_none() -> None:
+    forms = (
+        "write it as (prompt, response, ...), in lists as (prompts, responses, ...), as TRL's (prompts, completions, "
+        "**kwargs) or as verl's (data_source, solution_str, ground_truth, extra_info)"
+    )
+
+    def unreadable(response, completion=None): ...  # type: ignore[no-untyped-def]
+
+    def no_response(question): ...  # type: ignore[no-untyped-def]
+
+    def by_place(response, answer, /, level): ...  # type: ignore[no-untyped-def]
+
+    for function, words in (
+        (
+            unreadable,
+            "reward f has the parameters (response, completion=None), and takes response and completion, and a reward "
+            f"takes one of them; {forms}",
+        ),
+        (no_response, f"reward f has the parameters (question), and does not take the response; {forms}"),
+        (
+            by_place,
+            "f: arguments are given by name, and response, answer can have none; remove the `/` behind it",
+        ),
+    ):
+        with pytest.raises(UserError) as caught:
+            recognise(function, "f")
+        assert str(caught.value) == words
 
 
 NAMES = st.sampled_from(["prompt", "prompts", "answer", "level", "extra_info", "data_source", "completion_ids"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
 from realhf.rewards.ready import READY
-from realhf.rewards.sources import RewardSource, load_rewards, notes_of
+from realhf.rewards.sources import RewardSource, load_rewards, notes_of, without_secrets
 
 REWARDS = """
 from realhf.rewards.signature import batch
@@ -98,6 +98,107 @@ def test_parameters_without_a_column(file: Path) -> None:
     with pytest.raises(UserError, match=r"ready:exact_match asks for 'answer'"):
         load_rewards(["ready:exact_match"], ["label"])
     load_rewards(["ready:exact_match(column='label')"], ["label"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("http://user:secret@host/a.py:f=x", "reward 'http://...@host/a.py:f=x': the weight is no number; "),
+        ("r.py:f=x", "reward 'r.py:f=x': the weight 'x' is no number; "),
+        ("r.py:f=-inf", "reward 'r.py:f=-inf': the weight -inf is not finite; give a finite number"),
+        (
+            "http://host/a.py:f",
+            "reward http://host/a.py:f: there is no file of an address; give the path of a Python file",
+        ),
+        ("r.py:1f", "reward 'r.py:1f' names no function; give FILE.py:FUNCTION"),
+        (
+            "ready:math_verify(a=1, b=2)",
+            "reward ready:math_verify(a=1, b=2): math_verify has no option 'a'; it has column",
+        ),
+        (
+            "ready:overlong(cache_tokens=1)",
+            "reward ready:overlong(cache_tokens=1): overlong needs max_tokens; write ready:overlong(max_tokens=...)",
+        ),
+        ("ready:overlong", "overlong needs max_tokens, cache_tokens; write ready:overlong(max_tokens=...)"),
+        ("ready:regex(**a)", "reward ready:regex(**a) cannot be read; write ready:NAME(option=value, ...) with plain"),
+        ("ready:regex(", "cannot be read"),
+        ("ready:a.b", "cannot be read"),
+        ("ready:" + "(" * 10_000, "cannot be read"),
+        (
+            "ready:numeric(tolerance=-1)",
+            "reward ready:numeric(tolerance=-1): tolerance=-1 must be finite and at least 0; ",
+        ),
+        (
+            "ready:numeric(tolerance='a')",
+            "reward ready:numeric(tolerance='a'): must be real number, not str; correct its",
+        ),
+    ],
+)
+def test_what_is_said_of_a_mistake(text: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_rewards([text])
+    assert words in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            "def b(r): ...\ndef a(r): ...\ndef _c(r): ...\nfrom json import loads\nD = 1",
+            "has no function 'f'; it has the functions a, b",
+        ),
+        ("from json import loads", "has no function 'f'; it has no functions"),
+        ("f = 3", "has int under the name 'f'; it has no functions"),
+        ("class f: ...", ":f is a class; make an object of it in the file, and name that"),
+    ],
+)
+def test_what_a_file_has_in_place_of_a_function(code: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(code)
+    with pytest.raises(UserError) as caught:
+        load_rewards([f"{tmp_path}/r.py:f"])
+    assert str(caught.value) == f"{tmp_path}/r.py{'' if words.startswith(':') else ' '}{words}"
+
+
+def test_where_a_function_is(tmp_path: Path) -> None:
+    """A wrapped one where it is written; an object and a ready one have no line."""
+    (tmp_path / "r.py").write_text(
+        "import functools\n"
+        "def inner(response): ...\n"
+        "@functools.wraps(inner)\n"
+        "def f(*args): ...\n"
+        "class Judge:\n"
+        "    def __call__(self, response): ...\n"
+        "judge = Judge()\n"
+    )
+    loaded = load_rewards([f"{tmp_path}/r.py:f", f"{tmp_path}/r.py:judge", "ready:numeric(column='a')=2"])
+    assert [one.place for one in loaded] == ["f (r.py:2)", "judge (r.py)", "ready:numeric(column='a')"]
+    assert [one.weight for one in loaded] == [1, 1, 2]
+
+
+def test_names_of_functions_are_told_apart() -> None:
+    names = [one.name for one in load_rewards(["ready:numeric"] * 3 + [" ready:regex(pattern='a') "])]
+    assert names == ["numeric", "numeric_2", "numeric_3", "regex"]
+
+
+def test_columns_that_are_not_known_are_not_looked_at() -> None:
+    assert load_rewards(["ready:exact_match(column='anything')"])
+    with pytest.raises(UserError, match="they have none, and a call gives"):
+        load_rewards(["ready:exact_match"], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://a:b@host/x?c=d", "http://...@host/x?..."),
+        ("see http://host/?c='d'", "see http://host/?...'d'"),
+        ("what?", "what?..."),
+        ("a ? b", "a ? b"),
+        ("http://host/a@b", "http://host/a@b"),
+    ],
+)
+def test_secrets_of_addresses_are_left_out(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
 
 
 @given(weight=st.floats(allow_nan=False, allow_infinity=False), folder=st.sampled_from(["", "a=b/", "c:d/", "/e/"]))

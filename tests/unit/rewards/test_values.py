@@ -1,5 +1,6 @@
 """What functions may return."""
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.rewards.values import BadValueError, as_reward, as_rewards
+from realhf.rewards.values import BadValueError, as_reward, as_rewards, shown
+
+
+class Scalar:
+    """Has a number, and says nothing of its shape."""
+
+    def item(self) -> float:
+        return 1.0
 
 
 @pytest.mark.parametrize(
@@ -23,6 +31,8 @@ from realhf.rewards.values import BadValueError, as_reward, as_rewards
         (np.bool_(True), 1.0),
         (np.array([0.5]), 0.5),
         (torch.tensor(0.5), 0.5),
+        (torch.tensor([[0.25]]), 0.25),
+        (-0.0, -0.0),
     ],
 )
 def test_numbers(value: Any, number: float | None) -> None:
@@ -41,6 +51,10 @@ def test_numbers(value: Any, number: float | None) -> None:
         ({"score": 1}, "dict"),
         (10**400, "beyond all floats"),
         (1j, "complex"),
+        (np.array(["1"]), "ndarray"),
+        (np.empty(0), "ndarray"),
+        (Scalar(), "Scalar"),
+        (10**308 * 10, "beyond all floats"),
     ],
 )
 def test_what_is_no_number(value: Any, words: str) -> None:
@@ -51,15 +65,29 @@ def test_what_is_no_number(value: Any, words: str) -> None:
 def test_verl_may_return_a_dict() -> None:
     assert as_reward({"score": 0.5, "acc": True}, "verl") == 0.5
     assert as_reward(1, "verl") == 1
+    assert as_reward({"score": None}, "verl") is None
     with pytest.raises(BadValueError, match="without 'score'"):
         as_reward({"acc": 1}, "verl")
+    with pytest.raises(BadValueError, match="it returned nan; return a finite number"):
+        as_reward({"score": float("nan")}, "verl")
+
+
+@pytest.mark.parametrize(("count", "expected"), [(78, "'" + "x" * 78 + "'"), (79, "'" + "x" * 79 + "...")])
+def test_a_value_is_shown_in_a_few_words(count: int, expected: str) -> None:
+    assert shown("x" * count) == f"{expected} (str)"
 
 
 def test_a_forgotten_async() -> None:
     async def reward() -> float: ...
 
+    one = reward()
     with pytest.raises(BadValueError, match="declare it with `async def`"):
-        as_reward(reward())
+        as_reward(one)
+    assert inspect.getcoroutinestate(one) == inspect.CORO_CLOSED
+    other = reward()
+    with pytest.raises(BadValueError, match="declare it with `async def`"):
+        as_rewards(other, 2, "trl")
+    assert inspect.getcoroutinestate(other) == inspect.CORO_CLOSED
 
 
 def test_an_object_whose_repr_raises() -> None:
@@ -81,6 +109,8 @@ def test_batches(values: list[float | None]) -> None:
 
 def test_arrays_are_lists() -> None:
     assert as_rewards(np.array([1.0, 2.0]), 2, "trl") == [1.0, 2.0]
-    for value in ("ab", 1.0, None, {"a": 1}):
+    assert as_rewards(torch.tensor([1.0, 2.0]), 2, "trl") == [1.0, 2.0]
+    assert [type(one) for one in as_rewards(np.array([1.0]), 1, "trl")] == [float]
+    for value in ("ab", b"ab", 1.0, None, {"a": 1}, np.ones((2, 2)), np.array(1.0)):
         with pytest.raises(BadValueError, match="a list of 2"):
             as_rewards(value, 2, "trl")
