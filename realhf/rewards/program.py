@@ -49,9 +49,11 @@ class _ProgramPeer(Peer):
             case "data":
                 return data_of(self.own(subject), *args)
             case "isinstance":
-                return isinstance(*args, self.own(subject))
+                [one] = args
+                return isinstance(one, self.own(subject))
             case "issubclass":
-                return issubclass(*args, self.own(subject))
+                [one] = args
+                return issubclass(one, self.own(subject))
             case "await":
                 import asyncio  # a program without coroutines starts sooner
 

@@ -111,7 +111,8 @@ class _TestsPeer(Peer):
             args = tuple(None if isinstance(one, types.TracebackType) else one for one in args)
         other = reference(*args) if len(args) == 1 else None
         if name in COMPARISONS:
-            return self._compare(of, name, *args, other=other)
+            [value] = args
+            return self._compare(of, name, value, other)
         if name in OPERATORS and args:
             return self._operate(of, name, args, other)
         if name == "__contains__" and other is None:
@@ -186,7 +187,8 @@ class _TestsPeer(Peer):
             case "set" if type(self.own(subject)).__module__ == "__main__":  # of a class of the tests
                 return setattr(self.own(subject), _open_name(args[0]), args[1])
             case "isinstance":
-                return isinstance(*args, self.own(subject))
+                [one] = args
+                return isinstance(one, self.own(subject))
         raise TypeError(f"{what}: not with an object of the tests")
 
     def export(self, value: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """What is asked of the kernel to confine a process: the numbers are those of Linux' headers."""
 
 import ctypes
+import errno
 import io
 import os
 import platform
@@ -95,7 +96,8 @@ def test_rights_to_files(version: int | None, kernel: Kernel, tmp_path: Path, mo
     rules: dict[str, int] = {}
     closed: list[int] = []
     ruleset = os.open(tmp_path, os.O_RDONLY)
-    real_close = os.close
+    real_close, real_open = os.close, os.open
+    flags: set[int] = set()
 
     def syscall(number: int, *words: Any) -> int:
         if number == 445:  # landlock_add_rule
@@ -110,6 +112,7 @@ def test_rights_to_files(version: int | None, kernel: Kernel, tmp_path: Path, mo
 
     kernel.syscall = syscall  # type: ignore[attr-defined]
     monkeypatch.setattr(confined, "landlock_version", lambda: 5)
+    monkeypatch.setattr(os, "open", lambda path, how: (flags.add(how), real_open(path, how))[1])
     monkeypatch.setattr(os, "close", lambda file: (closed.append(file), real_close(file))[1])
     readable = [str(tmp_path / name) for name in ("read", "file", "missing")]
     confined.confine_files(str(tmp_path / "own"), readable, version=version)
@@ -123,6 +126,7 @@ def test_rights_to_files(version: int | None, kernel: Kernel, tmp_path: Path, mo
     assert rules["/usr"] == READ_FOLDER
     assert rules["/dev/urandom"] == READ_FILE
     assert not any(path.endswith("missing") for path in rules)
+    assert flags == {0o10000000 | os.O_CLOEXEC}  # O_PATH: what may not be read may be named
     assert closed[-1] == ruleset
     assert len(closed) >= len(rules) + 1  # each that was opened (two may be of one path), and the ruleset
 
@@ -275,6 +279,12 @@ def test_a_refusal_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert confined._check(5, "mount") == 5
     with pytest.raises(PermissionError, match="mount: Permission denied"):
         confined._check(-1, "mount")
+
+
+def test_the_reason_is_that_of_the_call_that_was_refused() -> None:
+    with pytest.raises(OSError, match="close: Bad file descriptor") as caught:
+        confined._check(confined._LIBC.close(-1), "close")
+    assert caught.value.errno == errno.EBADF
 
 
 def test_what_a_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

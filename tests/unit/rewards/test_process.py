@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,11 +143,6 @@ def test_a_call_for_one_sample(serve: Callable[..., Served], stopped: None) -> N
         assert served.server._now is None
     assert calls == [("b", work, (1,)), ("c", work, (2,))]
     assert served.said() == [Value(3, 1, None, TOOK_S), Value(3, 2, 0.5, TOOK_S)]
-
-
-def test_a_call_that_begins_now() -> None:
-    before = time.monotonic()
-    assert before <= _Now(Work(0, 0, []), ()).since_s <= time.monotonic()
 
 
 def test_a_call_that_fails_for_one_sample(serve: Callable[..., Served], stopped: None) -> None:

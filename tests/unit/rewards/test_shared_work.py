@@ -175,11 +175,16 @@ class Answering:
                 part.job.put(part.reward, index, Value(0, 0, 10.0 * part.reward + index, 0.5))
 
 
-def test_parts_go_one_by_one_and_those_of_async_functions_together(drivers: Drivers) -> None:
+def test_parts_go_one_by_one_and_those_of_async_functions_together(
+    drivers: Drivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = pool_of(drivers, ONE, ASYNC, BATCH, ASYNC_BATCH, batch_samples=2)
     others, together = Answering(), Answering()
     pool._queues = {False: others, True: together}  # type: ignore[dict-item]
+    reported: list[Any] = []
+    monkeypatch.setattr(pool, "_report", reported.append)
     scores = pool.score(of("abc"))
+    assert reported == [scores]
     assert others.parts == [[(0, (0, 1, 2))], [(2, (0, 1))], [(2, (2,))]]
     assert together.parts == [[(1, (0, 1, 2)), (3, (0, 1)), (3, (2,))]]
     assert scores == [
