@@ -65,7 +65,8 @@ def server(
         lists = {"prompt": prompt, "response": response, **{name: row[name] for name in names}}
         samples = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
         body = json.dumps({"samples": samples}).encode()
-        for attempt in range(retries + 1):
+        attempt = 0
+        while True:
             try:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(threads[0], functools.partial(_ask, address, body))
@@ -73,7 +74,7 @@ def server(
                 if attempt == retries:
                     raise ServerError(f"{address.shown}: {error}, {retries + 1} times") from None
                 await asyncio.sleep(min(_MAX_WAIT_S, 0.5 * 2**attempt))
-        raise AssertionError("unreachable")
+                attempt += 1
 
     return batch(asking_for(reward, "prompt", "response", *names))
 
