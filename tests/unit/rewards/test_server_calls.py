@@ -194,6 +194,7 @@ class Connected:
 
     def __post_init__(self) -> None:
         self.requests: list[Any] = []
+        self.reads: list[int] = []
         self.headers = {"A": "b"}
 
     @contextmanager
@@ -209,6 +210,7 @@ class Connected:
         return self
 
     def read(self, size: int) -> bytes:
+        self.reads.append(size)
         return self.content[:size]
 
 
@@ -261,6 +263,7 @@ def test_how_long_a_reply_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     content = b'{"rewards": [1]' + b" " * (2**20 - 16) + b"}"
     address: Any = Connected(content=content)
     assert _ask(address, b"{}") == [1]
+    assert address.reads == [2**20 + 1]  # one more tells that it is too long
     address = Connected(content=content + b" ")
     with pytest.raises(ServerError, match=r"^http://x/y/z: a reply of more than 1 MiB$"):
         _ask(address, b"{}")

@@ -176,6 +176,10 @@ def test_where_a_function_is(tmp_path: Path) -> None:
     assert [one.weight for one in loaded] == [1, 1, 2]
 
 
+def test_a_source_counts_once_unless_it_says_otherwise() -> None:
+    assert RewardSource("r.py", "f") == RewardSource.parse("r.py:f") == RewardSource("r.py", "f", 1.0)
+
+
 def test_names_of_functions_are_told_apart() -> None:
     names = [one.name for one in load_rewards(["ready:numeric"] * 3 + [" ready:regex(pattern='a') "])]
     assert names == ["numeric", "numeric_2", "numeric_3", "regex"]
