@@ -122,9 +122,9 @@ def importance_columns(rollout: Columns, old: Columns | None, options: PolicyOpt
     return {"importance": list(weights.split(lengths.tolist()))}
 
 
-def valid_column(is_valid: Tensor, like: Tensor) -> list[Tensor]:
-    """The column `valid`: per sample [1], of the dtype and device of `like`."""
-    return list(is_valid.to(like.device, like.dtype).split(1))
+def valid_column(is_valid: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The column `valid`: per sample [1], of the dtype and device of the column `like`."""
+    return list(is_valid.to(like[0].device, like[0].dtype).split(1))
 
 
 def filtered_stats(made: Mapping[str, object], rollout: Columns, scores: Columns, ref: Columns | None) -> Stats:

@@ -57,8 +57,8 @@ def group_advantages(
         is_trained = is_trained & of_ids(chosen[:, None].expand_as(rewards), scores.ids).cpu()
     if grpo.mask_truncated:
         is_trained = is_trained & is_whole(rollout, grpo)
-    if not torch.equal(is_trained, is_valid):
-        columns["valid"] = valid_column(is_trained, rollout.logprob[0])
+    if (is_trained != is_valid).any():
+        columns["valid"] = valid_column(is_trained, rollout.logprob)
     share = {"informative_groups": (float(informative.sum()), float(len(informative)))}
     return columns, filtered_stats(columns, rollout, scores, ref) | share
 

@@ -80,7 +80,7 @@ def ppo_advantages(
     columns = {"advantage": estimates.advantages, "return": estimates.returns}
     columns |= importance_columns(rollout, old, ppo)
     if ppo.mask_truncated:
-        columns["valid"] = valid_column(is_valid & is_whole(rollout, ppo), rollout.logprob[0])
+        columns["valid"] = valid_column(is_valid & is_whole(rollout, ppo), rollout.logprob)
     stats["explained_variance"] = (estimates.explained_variance, 1.0)
     return columns, filtered_stats(columns, rollout, scores, ref) | stats
 

@@ -69,7 +69,7 @@ def reinforce_pp_advantages(
     columns = {"advantage": advantages}
     columns |= importance_columns(rollout, old, options)
     if options.mask_truncated:
-        columns["valid"] = valid_column(is_valid & is_whole(rollout, options), rollout.logprob[0])
+        columns["valid"] = valid_column(is_valid & is_whole(rollout, options), rollout.logprob)
     return columns, filtered_stats(columns, rollout, scores, ref)
 
 

@@ -58,7 +58,7 @@ def remax_advantages(
     if options.mask_truncated:
         is_valid = is_valid & is_whole(rollout, options)
     if not is_valid.all():
-        columns["valid"] = valid_column(is_valid, rollout.logprob[0])
+        columns["valid"] = valid_column(is_valid, rollout.logprob)
     greedy = greedy_rewards[validity(greedy_scores).to(greedy_rewards.device)]
     stats = {"greedy_reward_mean": mean_of(greedy)} if len(greedy) else {}
     return columns, filtered_stats(columns, rollout, scores, ref) | stats

@@ -59,7 +59,7 @@ def rloo_advantages(
     columns = {"advantage": at_tokens(advantage, lengths_of(rollout.logprob))}
     columns |= importance_columns(rollout, old, rloo)
     if rloo.mask_truncated:
-        columns["valid"] = valid_column(is_valid & is_whole(rollout, rloo), rollout.logprob[0])
+        columns["valid"] = valid_column(is_valid & is_whole(rollout, rloo), rollout.logprob)
     return columns, filtered_stats(columns, rollout, scores, ref)
 
 

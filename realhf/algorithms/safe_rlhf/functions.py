@@ -84,7 +84,7 @@ def safe_advantages(
     if safe.mask_truncated:
         is_valid = is_valid & is_whole(rollout, safe)
     if not is_valid.all():
-        columns["valid"] = valid_column(is_valid, rollout.logprob[0])
+        columns["valid"] = valid_column(is_valid, rollout.logprob)
     stats["explained_variance"] = (of_reward.explained_variance, 1.0)
     stats["cost_explained_variance"] = (of_cost.explained_variance, 1.0)
     return columns, filtered_stats(columns, rollout, reward, ref) | of_costs | stats

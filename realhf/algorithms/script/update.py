@@ -264,10 +264,10 @@ def _of_term(merged: Batch, rows: Sequence[int], number: int) -> Batch:
 
 
 def _with_term(batch: Batch, number: int) -> Batch:
-    valid = [1.0] * len(batch)
+    counts = [True] * len(batch)
     if "valid" in batch.data:
-        valid = of_responses("valid", [value.double() for value in batch.data["valid"]], batch.ids).tolist()
-    terms = [torch.tensor([number if value > 0 else _LEFT_OUT]) for value in valid]
+        counts = (of_responses("valid", batch.data["valid"], batch.ids) > 0).tolist()
+    terms = [torch.tensor([number if is_counted else _LEFT_OUT]) for is_counted in counts]
     return batch.with_data(**{_TERM: terms})
 
 

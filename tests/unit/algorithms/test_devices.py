@@ -37,7 +37,7 @@ BATCH = Batch((0, 1), {"prompt": away(1, 2, dtype=torch.int64), "seq": away(3, 4
     [
         (lambda: lengths_of(away(2, 3)), (2,), torch.int64),
         (lambda: of_ids(torch.zeros(2, 2, device=META), (0, 3)), (2,), torch.float32),
-        (lambda: valid_column(torch.tensor([True, False]), away(1)[0])[1], (1,), torch.float64),
+        (lambda: valid_column(torch.tensor([True, False]), away(1, 1))[1], (1,), torch.float64),
         (lambda: torch.cat(at_tokens(away(2)[0], torch.tensor([2, 3]))), (5,), torch.float64),
         (lambda: to_tokens(away(2)[0], BATCH), (4,), torch.float64),
         (lambda: F.predicting_positions([3, 4], [1, 2], META), (4,), torch.int64),

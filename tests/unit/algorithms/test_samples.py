@@ -52,7 +52,7 @@ def test_responses_and_their_lengths() -> None:
 def test_samples_count_where_valid_is_above_zero() -> None:
     assert validity(rollout([5], [5])).tolist() == [True, True]
     assert validity(rollout([5], [5], [5], valid=[f64(1), f64(0), f64(0.5)])).tolist() == [True, False, True]
-    assert [x.tolist() for x in valid_column(torch.tensor([True, False]), torch.zeros(1))] == [[1.0], [0.0]]
+    assert [x.tolist() for x in valid_column(torch.tensor([True, False]), [torch.zeros(1)] * 2)] == [[1.0], [0.0]]
 
 
 def test_one_number_a_response() -> None:

@@ -206,8 +206,11 @@ def test_statistics_of_an_update_have_the_model_s_name(language_model: Any, cont
     assert stats["reward_mean"] == (4.0, 2.0)
 
 
-def test_a_rank_with_nothing_to_learn_from_takes_the_step_of_the_others(language_model: Any, context: Any) -> None:
-    """Its gradient is zero, and it takes part in all that they do."""
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_rank_with_nothing_to_learn_from_takes_the_step_of_the_others(
+    language_model: Any, context: Any, is_empty: bool
+) -> None:
+    """Its gradient is zero, and it takes part in all that they do; also where no response has a token."""
     made: list[Any] = []
 
     def train_step(batch: Batch, key: str, loss: Any, weight: Any, micro_batches: int) -> Any:
@@ -220,6 +223,8 @@ def test_a_rank_with_nothing_to_learn_from_takes_the_step_of_the_others(language
     model = language_model()
     model.train_step = train_step
     batch = rollouts(valid=[torch.zeros(1)] * 4)
+    if is_empty:
+        batch = batch.with_data(seq=batch.data["prompt"])
     view = View((*ROLLOUT.columns, ("valid", "valid")))
     peers = [torch.tensor([[7.0]], dtype=torch.float64)]
     update(model, lambda: context(peers=peers), batch, term(view=view))

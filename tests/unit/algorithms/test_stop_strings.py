@@ -65,6 +65,26 @@ def test_bytes_as_tokens_of_their_own(tmp_path):
     assert {" a", "好b", "é好"} <= seen
 
 
+def test_enough_of_a_response_is_read_for_the_longest_string(tmp_path):
+    """Tokens without a text between those of the string; and a last token that has more text than the string needs."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save(path := str(tmp_path / "tokenizer.json"))
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    c, end = tokens("c"), tokens("<|end|>")
+    assert len(c) == len(end) == 1
+    unknown = [tokenizer.get_vocab_size() + 9] * 8
+    stops = StopStrings(path, ["c" * 20])
+    assert stops(np.array(c * 10 + unknown + c * 10))
+    assert not stops(np.array(c * 10 + unknown + c * 9))
+    stops = StopStrings(path, ["x", "cccccc<"])
+    assert stops(np.array(tokens("bb") + c * 6 + end))
+    assert not stops(np.array(tokens("bb") + c * 5 + end))
+    assert stops(np.array(tokens("x")))
+
+
 def test_the_work_does_not_grow_with_the_response(tmp_path):
     tokenizer = byte_level_tokenizer()
     tokenizer.save(path := str(tmp_path / "tokenizer.json"))
