@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from realhf.algorithms.statistics import add_stats
+from realhf.engine.batch import Batch
 from realhf.engine.interface import Context, Stats
 
 KL_STATISTIC = "kl_from_rollout"
@@ -19,6 +20,11 @@ class UpdateOptions(Protocol):
 
     @property
     def max_kl(self) -> float | None: ...
+
+
+def device_of(batches: Sequence[Batch]) -> torch.device:
+    """Where their sequences are."""
+    return batches[0].data["seq"][0].device
 
 
 MiniBatch = TypeVar("MiniBatch")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from realhf.algorithms.functional import kl_k3
@@ -20,7 +19,7 @@ from realhf.algorithms.responses import (
 from realhf.algorithms.rollout.interface import generate
 from realhf.algorithms.samples import rollout_stats
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
-from realhf.algorithms.updates import KL_STATISTIC, optimizer_steps
+from realhf.algorithms.updates import KL_STATISTIC, device_of, optimizer_steps
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model, Stats
 from realhf.parallel.vocabulary import Logits
@@ -48,7 +47,7 @@ class PPOActorInterface:
             estimates.mini_batches,
             self.ppo,
             context,
-            _device(mini_batches),
+            device_of(mini_batches),
         )
         if not context.holds_outputs:
             return CallResult()
@@ -107,7 +106,7 @@ class PPOCriticInterface:
             estimates.mini_batches,
             replace(self.ppo, max_kl=None),
             context,
-            _device(mini_batches),
+            device_of(mini_batches),
         )
         if not context.holds_outputs:
             return CallResult()
@@ -118,7 +117,3 @@ class PPOCriticInterface:
         """`head` [tokens]."""
         loss, stats = ppo_value(response_values(head, batch), batch, self.ppo)
         return loss.sum(), stats
-
-
-def _device(mini_batches: Sequence[Batch]) -> torch.device:
-    return mini_batches[0].data["seq"][0].device

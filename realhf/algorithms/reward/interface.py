@@ -22,7 +22,7 @@ class SequenceRewardInterface:
     """See `SequenceReward`."""
 
     def __init__(self, config: SequenceReward):
-        self.config = config
+        """`config` has no settings."""
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         outputs = model.forward(

@@ -15,7 +15,7 @@ from realhf.algorithms.samples import of_responses, rollout_stats
 from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
-from realhf.algorithms.updates import KL_STATISTIC, optimizer_steps
+from realhf.algorithms.updates import KL_STATISTIC, device_of, optimizer_steps
 from realhf.api.script.config import Measure, Term, Update
 from realhf.api.script.functions import Reduction, load_function
 from realhf.engine.batch import Batch, concatenate
@@ -49,7 +49,7 @@ class UpdateInterface:
             list(zip(rows, self._global_weights(rows, context), strict=True)),
             c,
             context,
-            _device(rows),
+            device_of(rows),
         )
         if not context.holds_outputs:
             return CallResult()
@@ -63,7 +63,7 @@ class UpdateInterface:
         their own rank alone, so the ranks always add up."""
         own = [self._weights(batch) for batch in mini_batches]
         weights: list[list[float]] = context.sum_over_data_parallel(
-            torch.tensor(own, dtype=torch.float64, device=_device(mini_batches))
+            torch.tensor(own, dtype=torch.float64, device=device_of(mini_batches))
         ).tolist()
         return weights
 
@@ -222,7 +222,7 @@ class _Loss:
 
 def _of_tokens(rows: Batch, reduction: Reduction) -> Tensor:
     """By token of the responses the factor of a reduction by sequences: [responses]."""
-    device = rows.data["seq"][0].device
+    device = device_of([rows])
     lengths = _response_lengths(rows)
     if reduction.kind == "sequence_sum_over":
         return torch.full((sum(lengths),), 1 / reduction.over, dtype=torch.float64, device=device)
@@ -246,7 +246,7 @@ def _merged(terms: Sequence[Batch]) -> Batch:
     if len(marked) == 1:  # two rows of a pair stay together
         return marked[0]
     keys = dict.fromkeys(key for batch in marked for key in batch.data)
-    nothing = torch.empty(0, device=terms[0].data["seq"][0].device)
+    nothing = torch.empty(0, device=device_of(terms))
     return concatenate(
         [replace(batch, data={key: batch.data.get(key, [nothing] * len(batch)) for key in keys}) for batch in marked]
     )
@@ -273,7 +273,3 @@ def _with_term(batch: Batch, number: int) -> Batch:
 
 def _terms_of(batch: Batch) -> list[int]:
     return [int(term) for term in batch.data[_TERM]]
-
-
-def _device(mini_batches: Sequence[Batch]) -> torch.device:
-    return mini_batches[0].data["seq"][0].device

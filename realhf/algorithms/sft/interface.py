@@ -16,7 +16,7 @@ class SFTInterface:
     """See `SFT`."""
 
     def __init__(self, config: SFT):
-        self.config = config
+        """`config` has no settings."""
 
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
         stats = add_stats(
