@@ -235,6 +235,7 @@ def test_accuracy_counts_texts_with_their_end_token(
 
 
 def test_accuracy_needs_a_tokenizer_and_an_end_token(tokenizer):
+    assert SampledAccuracy(max_new_tokens=3, eos_token=0, tokenizer=tokenizer).end_token == 0
     with pytest.raises(UserError, match="tokenizer='': no such file, and answers are compared as text; give"):
         SampledAccuracy(max_new_tokens=3, eos_token=EOS)
     with pytest.raises(UserError, match="eos_token=-1: an answer is right only with its end token"):

@@ -2,12 +2,15 @@
 
 import pytest
 
+from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.shards import Placement
 from realhf.realloc.plan import cells
 from realhf.realloc.plan.broadcast_chain import BroadcastChains, node_of
 from realhf.realloc.plan.cells import Cell, cells_of
 from realhf.realloc.plan.parcels import Load, Parcel, parcels_of
-from realhf.realloc.plan.planner import DeviceRound, plan_reallocation
+from realhf.realloc.plan.planner import DeviceRound, plan_between, plan_reallocation
 from realhf.realloc.plan.rounds import Rounds, Transfer
 
 
@@ -332,3 +335,32 @@ def test_buckets_hold_an_element_at_least_and_64_mebibytes_by_default() -> None:
     assert (plan.element_bytes, plan.bucket_bytes, plan.devices_per_node) == (4, 64 * 2**20, 1)
     assert plan.lacking_bytes == {1: 8, 2: 0}
     assert plan_reallocation({0: [rows(0, 2)]}, {}).rounds == ()
+
+
+def test_a_plan_between_layouts_has_what_it_is_asked_for() -> None:
+    model = DecoderConfig(hidden_size=4, intermediate_size=4, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=4)
+    one = Placement(Layout(DeviceMesh(0, 1), ParallelStrategy()))
+    three = Placement(Layout(DeviceMesh(1, 3), ParallelStrategy(dp=3)))
+    plan = plan_between(model, one, three)
+    assert (plan.element_bytes, plan.bucket_bytes, plan.devices_per_node) == (4, 64 * 2**20, None)
+    assert any(transfer.is_forwarded for transfer in plan.transfers)
+    assert {transfer.target for transfer in plan.transfers} == {1, 2, 3}
+    direct = plan_between(model, one, three, 2, 2, 64, False)
+    assert (direct.element_bytes, direct.bucket_bytes, direct.devices_per_node) == (2, 64, 2)
+    assert {(transfer.source, transfer.is_forwarded) for transfer in direct.transfers} == {(0, False)}
+    assert direct.lower_bound_bytes * 2 == plan.lower_bound_bytes
+    # Two of three copies leave the node of the devices 0 and 1.
+    assert direct.network_bytes * 3 == direct.lower_bound_bytes * 2
+    assert plan.network_bytes == 0
+
+
+def test_sharded_parameters_are_planned_by_what_is_held() -> None:
+    """Fully sharded over two devices each holds half, and with whole parameters all."""
+    model = DecoderConfig(hidden_size=4, intermediate_size=4, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=4)
+    both = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
+    whole, sharded = Placement(both, "zero1"), Placement(both, "fsdp")
+    assert plan_between(model, whole, sharded).lower_bound_bytes == 0
+    back = plan_between(model, sharded, whole)
+    held = sum(box.size for boxes in back.local_copies.values() for box in boxes)
+    assert back.lower_bound_bytes == 4 * held > 0
+    assert {(transfer.source, transfer.target) for transfer in back.transfers} == {(0, 1), (1, 0)}
