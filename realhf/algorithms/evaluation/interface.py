@@ -24,17 +24,14 @@ class SampledAccuracyInterface:
         if not context.holds_outputs:
             return CallResult()
         given = responses(batch, out.sequences)
-        right = sum(self._is_right(*pair) for pair in zip(given, batch.data["answer"], strict=True))
+        texts = [[self._finished(tokens) for tokens in column] for column in (given, batch.data["answer"])]
+        right = sum(text is not None and text == answer for text, answer in zip(*texts, strict=True))
         return CallResult(
             stats={
                 c.name: (float(right), len(batch)),
                 f"{c.name}_response_length": (float(sum(map(len, given))), len(batch)),
             }
         )
-
-    def _is_right(self, response: Tensor, answer: Tensor) -> bool:
-        text = self._finished(response)
-        return text is not None and text == self._finished(answer)
 
     def _finished(self, tokens: Tensor) -> str | None:
         """The text before the end token; None where no end token comes last."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realhf.algorithms.clipped import clipped_policy, clipped_policy_with_entropy
 from realhf.algorithms.dpo.config import DPO, dpo_loss
-from realhf.algorithms.dpo.functions import dpo_pairs
+from realhf.algorithms.dpo.functions import dpo_pairs, with_reference
 from realhf.algorithms.grpo.config import GRPO, grpo_loss
 from realhf.algorithms.grpo.functions import grpo_policy, grpo_policy_with_entropy
 from realhf.algorithms.ppo.config import PPOHyperparameters, PPOPtx, ppo_policy, ppo_value
@@ -27,6 +27,7 @@ from realhf.algorithms.rloo.functions import rloo_policy, rloo_policy_with_entro
 from realhf.algorithms.safe_rlhf.config import SafeRLHF, safe_cost_value, safe_policy, safe_value
 from realhf.algorithms.sft.functions import sft
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, sequence_sum_over
+from realhf.api.script.columns import Columns
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError
 from tests.unit.algorithms.rollouts import LENGTHS, assert_columns, batch_of, f64, random_columns
@@ -469,3 +470,10 @@ def test_good_responses_become_likelier_and_bad_ones_less(loss_type: str, ratio:
 
 def test_fine_tuning_is_cross_entropy() -> None:
     assert sft(f64(-1.0, 0.0, -2.5), Batch((), {})).tolist() == [1.0, 0.0, 2.5]
+
+
+def test_references_of_pairs_are_those_that_were_computed() -> None:
+    chosen, rejected = [f64(-1.0), f64(-2.0)], [f64(-3.0), f64(-4.0)]
+    ref = Columns((0, 1), {"chosen_ref_logprob": chosen, "rejected_ref_logprob": rejected, "prompt": chosen})
+    made = with_reference(Columns((0, 1), {"chosen_ref_logprob": rejected}), ref)
+    assert made == {"chosen_ref_logprob": chosen, "rejected_ref_logprob": rejected}
