@@ -166,7 +166,7 @@ def plan_reallocation(
             local_copies.setdefault(device, []).append(cell.box)
         if cell.lacking:
             ways.setdefault((cell.holders, cell.lacking), []).append(cell.box)
-    lacking_elements = dict.fromkeys(sorted(target), 0)
+    lacking_elements = dict.fromkeys(target, 0)
     for (_, lacking), boxes in ways.items():
         elements = sum(box.size for box in boxes)
         for device in lacking:

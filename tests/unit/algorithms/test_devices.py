@@ -13,6 +13,7 @@ from realhf.algorithms.reward.config import PairwiseReward
 from realhf.algorithms.reward.interface import PairwiseRewardInterface, last_scores
 from realhf.algorithms.samples import at_tokens, in_groups, lengths_of, of_ids, valid_column
 from realhf.algorithms.script.update import UpdateInterface
+from realhf.algorithms.text_reward import interface as text_reward
 from realhf.algorithms.updates import optimizer_steps
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, loss_function, sequence_sum_over
 from realhf.api.script.config import Update
@@ -44,6 +45,7 @@ BATCH = Batch((0, 1), {"prompt": away(1, 2, dtype=torch.int64), "seq": away(3, 4
         (lambda: F.last_positions([3, 4], META), (2,), torch.int64),
         (lambda: F.response_sums(away(5)[0], lengths_of(away(2, 3))), (5,), torch.float64),
         (lambda: F.response_means(away(5)[0], lengths_of(away(2, 3))), (5,), torch.float64),
+        (lambda: text_reward._column([0.5, 1.0], META)[1], (1,), torch.float32),
         (lambda: last_scores(away(7)[0], BATCH, "seq")[1], (1,), torch.float64),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from realhf.algorithms.dpo.config import DPO
 from realhf.algorithms.grpo.config import GRPO
-from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOPtx
+from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOPtx, PPOReference
 from realhf.algorithms.reinforce_pp.config import ReinforcePlusPlus
 from realhf.algorithms.remax.config import ReMax
 from realhf.algorithms.reward.config import PairLoss, PairwiseReward
@@ -238,6 +238,7 @@ def test_calls_of_ppo_tell_the_planner_their_options() -> None:
     actor = PPOActor(ppo=ppo)
     assert (actor.epochs, actor.max_new_tokens, actor.samples_per_prompt) == (3, 7, 2)
     assert (actor.kv_cache_tokens, actor.decode_graphs, PPOCritic(ppo=ppo).epochs) == (99, "call", 3)
+    assert [call().ppo for call in (PPOActor, PPOReference, PPOCritic)] == [PPOHyperparameters()] * 3
     for options in ({"mask_truncated": True}, {"importance_correction": "token_mask"}):
         with pytest.raises(UserError, match="write PPO as a script"):
             PPOActor(ppo=PPOHyperparameters(**options))

@@ -286,3 +286,7 @@ def test_costs_of_pairs():
     assert_close(loss, [2 * math.log(4 / 3)])
     loss = F.safe_pairwise_loss(f64(0.0), f64(math.log(3)), f64(-1.0), f64(0.0))
     assert_close(loss, [math.log(4 / 3) + math.log(2)])
+
+
+def test_a_margin_without_end_has_no_loss():
+    assert F.dpo_loss("sigmoid", f64(math.inf, -math.inf), 0.1).tolist() == [0.0, math.inf]

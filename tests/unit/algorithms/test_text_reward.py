@@ -22,6 +22,7 @@ from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError, check_result
+from realhf.rewards.jobs import RewardError
 from realhf.rewards.pool import Score
 from tests.unit.algorithms.conftest import SingleContext
 
@@ -191,6 +192,15 @@ def test_what_ends_a_response_is_no_part_of_its_text(
     [seq], [prompt] = (rollouts(tokens).data[key] for key in ("seq", "prompt"))
     made = TextRewardInterface(make("seen", **options))
     assert made.response_text(seq[len(prompt) :].tolist()) == text
+
+
+def test_functions_that_cannot_be_loaded_are_an_error_of_the_call(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: TextReward) -> Any:
+        raise RewardError("functions.py:seen cannot be imported")
+
+    monkeypatch.setattr(interface, "_pool", broken)
+    with pytest.raises(InterfaceError, match=r"^functions\.py:seen cannot be imported$"):
+        TextRewardInterface(make("seen"))
 
 
 USER, ANSWER = {"role": "user", "content": "sort cab"}, {"role": "assistant", "content": "abc"}

@@ -234,6 +234,8 @@ def test_the_devices_of_a_node_take_turns_to_fetch() -> None:
         [(0, 3), (3, 2)],
         [(0, 2), (2, 3)],
     ]
+    # What a device has fetched alone counts too.
+    assert messages(BroadcastChains(2, True), (8, (0,), (2,)), parcel) == [[(0, 2)], [(0, 3), (3, 2)]]
     # A device that has to send much of its own fetches later.
     assert messages(BroadcastChains(2, True), parcel, waiting={2: 6}) == [[(0, 3), (3, 2)]]
 
@@ -316,6 +318,17 @@ def test_what_a_device_does_in_the_rounds_that_concern_it() -> None:
     assert (plan.element_bytes, plan.bucket_bytes, plan.devices_per_node) == (2, 8, None)
     assert plan.sent_bytes == {0: 8, 1: 4, 2: 4, 3: 8}
     assert plan.received_bytes == {1: 8, 2: 8, 4: 8}
+
+
+def test_what_stays_where_it_is_keeps_nobody_from_sending() -> None:
+    a, b = rows(0, 4, "a"), rows(0, 40, "b")
+    plan = plan_reallocation({0: [a, b], 1: [a]}, {2: [a], 0: [b]})
+    assert plan.rounds == ((Transfer(0, 2, Load((a,), 4)),),)
+    assert plan.local_copies == {0: (b,)}
+    assert plan.lacking_bytes == {2: 16, 0: 0}
+    # What device 0 alone has to send elsewhere does: 160 bytes, beside 16 that device 1 has too.
+    plan = plan_reallocation({0: [a, b], 1: [a]}, {2: [a], 3: [b]})
+    assert plan.rounds == ((Transfer(1, 2, Load((a,), 4)), Transfer(0, 3, Load((b,), 40))),)
 
 
 def test_boxes_of_one_pair_of_devices_in_one_round_are_together() -> None:
