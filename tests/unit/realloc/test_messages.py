@@ -243,6 +243,8 @@ def test_the_devices_of_a_node_take_turns_to_fetch() -> None:
 def test_a_holder_of_the_node_is_asked_before_others_and_any_where_there_is_none() -> None:
     parcel = (9, (0, 3, 6), (1, 2))
     assert messages(BroadcastChains(2, True), parcel, (9, (0, 3, 6), (4,))) == [[(0, 1), (3, 2)], [(6, 4)]]
+    busy = messages(BroadcastChains(2, True), (9, (0, 3, 6), (2,)), (9, (0,), (2, 3)), waiting={3: 50})
+    assert busy == [[(3, 2)], [(0, 2), (2, 3)]], "what came from the node itself is not counted as fetched"
     # Node 2 gets from node 1 what that has got: the holder has sent it once.
     assert messages(BroadcastChains(2, True), (8, (0,), (2, 4))) == [[(0, 2), (2, 4)]]
     assert messages(BroadcastChains(2, False), (8, (0,), (2, 3, 4))) == [[(0, 2), (0, 3), (0, 4)]]
@@ -329,6 +331,15 @@ def test_what_stays_where_it_is_keeps_nobody_from_sending() -> None:
     # What device 0 alone has to send elsewhere does: 160 bytes, beside 16 that device 1 has too.
     plan = plan_reallocation({0: [a, b], 1: [a]}, {2: [a], 3: [b]})
     assert plan.rounds == ((Transfer(1, 2, Load((a,), 4)), Transfer(0, 3, Load((b,), 40))),)
+
+
+@pytest.mark.parametrize(("of_three", "sender"), [(3, 3), (5, 0)])
+def test_senders_are_loaded_evenly_in_bytes(of_three: int, sender: int) -> None:
+    """Device 1 is busy with e, so 0 sends the 16 bytes of a; then c goes from who has less to send: 0, or 3 with d."""
+    a, c, d, e = rows(0, 4, "a"), rows(0, 1, "c"), rows(0, of_three, "d"), rows(0, 5, "e")
+    plan = plan_reallocation({0: [a, c], 1: [a, e], 3: [c, d]}, {2: [a, c, d, e]})
+    senders = {box.name: each.source for each in plan.transfers for box in each.load.boxes}
+    assert senders == {"a": 0, "c": sender, "d": 3, "e": 1}
 
 
 def test_boxes_of_one_pair_of_devices_in_one_round_are_together() -> None:
