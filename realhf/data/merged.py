@@ -41,16 +41,17 @@ class MergedDataset:
     def check(self) -> DatasetExtent:
         """The content; its rows are those of the smallest data set. Raises as `TextDataset.check`."""
         extents = [part.check() for part in self.parts]
+        first, *_ = extents
         keys: Mapping[str, KeyExtent] = {key: found for extent in extents for key, found in extent.keys.items()}
         return DatasetExtent(
             path=", ".join(extent.path for extent in extents),
             rows=min(extent.rows for extent in extents),
             keys=keys,
-            tokenizer=extents[0].tokenizer,
-            largest_token=extents[0].largest_token,
+            tokenizer=first.tokenizer,
+            largest_token=first.largest_token,
             dropped=sum(extent.dropped for extent in extents),
             truncated=sum(extent.truncated for extent in extents),
-            columns=extents[0].columns,
+            columns=first.columns,
         )
 
     def lengths(self) -> dict[str, KeyLengths]:

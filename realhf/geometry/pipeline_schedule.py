@@ -49,8 +49,6 @@ class Step:
 
 def forward_order(pp: int, chunks: int, micro_batches: int) -> list[Pass]:
     """The forward passes of every stage: pp micro-batches through each of the chunks, then the next pp."""
-    if chunks == 1:
-        return [Pass("forward", 0, i) for i in range(micro_batches)]
     groups = [range(first, min(first + pp, micro_batches)) for first in range(0, micro_batches, pp)]
     return [Pass("forward", chunk, i) for group in groups for chunk in range(chunks) for i in group]
 
@@ -63,7 +61,7 @@ def training_order(pp: int, stage: int, chunks: int, micro_batches: int) -> list
     pipeline full; Megatron-LM starts twice as many ahead for every further stage, to hide slow messages. Interleaving
     needs a multiple of pp micro-batches; missing ones are added for ordering, and left out of the result.
     """
-    padded = micro_batches if chunks == 1 else -(-micro_batches // pp) * pp
+    padded = -(-micro_batches // pp) * pp
     forwards = forward_order(pp, chunks, padded)
     backwards = [Pass("backward", chunks - 1 - run.chunk, run.micro_batch) for run in forwards]
     ahead = min(len(forwards), (chunks - 1) * pp + pp - 1 - stage)

@@ -16,7 +16,8 @@ FORMATS = "JSONL (one object a line), parquet, or a folder that `datasets` saved
 MAKE_DATA = "`python -m realhf.data.sort_task DIR` makes the data of the sorting task"
 # The first bytes of what people have in place of a data file.
 _ARCHIVES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2"}
-_SPLIT = re.compile(r"(train|training|test|testing|validation|valid|val|dev|eval)(?=[-_.])")
+_START_BYTES = 8  # as many as a format is known by, and more
+_SPLIT = re.compile(r"(?:train|training|test|testing|validation|valid|val|dev|eval)(?=[-_.])")
 
 
 def open_rows(path: str) -> RowFile:
@@ -78,12 +79,12 @@ def _shards(folder: Path) -> list[Path]:
         raise UserError(
             f"data set {folder}: it has files of {' and '.join(kinds)}; give a pattern, {folder}/*{kinds[0]}"
         )
-    splits = {match[1]: file for file in reversed(found) if (match := _SPLIT.match(file.name))}
+    splits = {match[0]: file for file in reversed(found) if (match := _SPLIT.match(file.name))}
     if len(splits) > 1:
         first = min(splits.values())
         raise UserError(
             f"data set {folder}: it has files of the splits {', '.join(sorted(splits))}; give a pattern that takes "
-            f"one, {folder}/{_SPLIT.match(first.name)[1]}*{kinds[0]}"  # type: ignore[index]
+            f"one, {folder}/{_SPLIT.match(first.name)[0]}*{kinds[0]}"  # type: ignore[index]
         )
     return found
 
@@ -99,7 +100,7 @@ def _json_list(path: Path, name: str) -> list[str]:
 
 def _open_file(path: Path) -> RowFile:
     with open_regular(path) as file:
-        start = file.read(8)
+        start = file.read(_START_BYTES)
     if start.startswith(b"PAR1"):
         return open_parquet(path)
     if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")):

@@ -31,6 +31,15 @@ def refusal(path: Path | str) -> str:
 # --- Which files.
 
 
+@pytest.fixture
+def backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that lists files from the last name to the first."""
+    glob, iterdir = opening.glob.glob, Path.iterdir
+    monkeypatch.setattr(opening.glob, "glob", lambda path, **options: sorted(glob(path, **options), reverse=True))
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(sorted(iterdir(self), reverse=True)))
+
+
+@pytest.mark.usefixtures("backwards")
 def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "deep/er/c.jsonl", "d[1].jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -71,16 +80,20 @@ def test_what_datasets_saved_is_read_as_its_files_say(tmp_path: Path) -> None:
     assert refusal(tmp_path) == says
 
 
+@pytest.mark.usefixtures("backwards")
 def test_a_folder_of_one_kind_of_files(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", ".hidden.jsonl", "_made.jsonl", "notes.txt", "train-0.txt"):
         (tmp_path / name).write_text("{}\n")
     (tmp_path / "c.jsonl").mkdir()
     assert data_files(str(tmp_path)) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    (tmp_path / "a.json").write_text("{}\n")
-    says = f"data set {tmp_path}: it has files of .json and .jsonl; give a pattern, {tmp_path}/*.json"
+    for suffix in (".parquet", ".ndjson", ".json", ".arrow"):
+        (tmp_path / f"a{suffix}").touch()
+    kinds = ".arrow and .json and .jsonl and .ndjson and .parquet"
+    says = f"data set {tmp_path}: it has files of {kinds}; give a pattern, {tmp_path}/*.arrow"
     assert refusal(tmp_path) == says
 
 
+@pytest.mark.usefixtures("backwards")
 def test_a_folder_of_splits(tmp_path: Path) -> None:
     for name in ("validation-0.jsonl", "train-0.jsonl", "train-1.jsonl", "training.jsonl"):
         (tmp_path / name).write_text("{}\n")

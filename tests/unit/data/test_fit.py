@@ -216,6 +216,58 @@ def test_only_calls_with_a_model_and_known_lengths_are_compared(tmp_path: Path) 
     assert asked == [("prompt", "answer")]
 
 
+def test_of_a_generation_the_first_output_is_its_sequence(tmp_path: Path) -> None:
+    """Further outputs have lengths that are not known. Only calls that read it with a model count."""
+    graph = rollout_graph(MODEL)
+    generate, judge = graph.calls.values()
+    generate = replace(generate, output_data=["seq", "more"])
+    extent = extent_of(tmp_path, PromptDataset)
+    short = replace(MODEL, max_position_embeddings=12).with_head("scalar")
+    more = replace(judge, model_type=short, input_data=["more"])
+    check_fit(DataflowGraph([generate, more], ("prompt",)), extent)
+    assert "'reward' of reward has positions for 12" in refusal(
+        DataflowGraph([generate, replace(more, input_data=["seq"])], ("prompt",)), extent
+    )
+
+    class Rule(SequenceReward):
+        uses_model = False
+
+    tiny = replace(MODEL, vocab_size=2).with_head("scalar")
+    rule = replace(judge, model_type=tiny, interface_impl=Rule())
+    check_replay(DataflowGraph([generate, rule], ("prompt",)), recorded(tmp_path, s0=[31]), range(1), 1)
+    judged = DataflowGraph([generate, replace(judge, model_type=tiny)], ("prompt",))
+    with pytest.raises(UserError, match="sample 0 has the token id 31, and model 'reward' of reward has vocab_size=2"):
+        check_replay(judged, tmp_path, range(1), 1)
+
+
+def test_options_of_generation_matter_where_a_call_generates(tmp_path: Path) -> None:
+    extent = extent_of(tmp_path, SFTDataset)
+    options = PPOActor(ppo=PPOHyperparameters(max_new_tokens=9, eos_token=99))
+    train = ModelFunctionCallDef(
+        model_name="actor", model_type=MODEL, interface_type=TRAIN_STEP, interface_impl=options, input_data=["tokens"]
+    )
+    check_fit(DataflowGraph([train], ("tokens",)), extent)
+    generate = replace(train, interface_type=GENERATE, output_data=["seq"])
+    assert "eos_token=99" in refusal(DataflowGraph([generate], ("tokens",)), extent)
+
+
+def test_a_generation_of_an_unknown_length(tmp_path: Path) -> None:
+    """Without a prompt, and without a number of new tokens, nothing is known of what is generated."""
+    extent = extent_of(tmp_path, PromptDataset)
+    tiny = replace(MODEL, max_position_embeddings=4)
+    options = PPOActor(ppo=PPOHyperparameters(max_new_tokens=9, eos_token=2))
+    for inputs, implementation in (([], options), (["prompt"], SequenceReward())):
+        call = ModelFunctionCallDef(
+            model_name="actor",
+            model_type=tiny,
+            interface_type=GENERATE,
+            interface_impl=implementation,
+            input_data=inputs,
+            output_data=["seq"],
+        )
+        check_fit(DataflowGraph([call], ("prompt",)), extent)
+
+
 def test_every_step_and_every_sample_of_recorded_rollouts_is_looked_at(tmp_path: Path) -> None:
     graph = rollout_graph(MODEL)
     check_replay(graph, recorded(tmp_path, s0=[1], s1=[2], s2=[31]), range(1), 3)

@@ -1,7 +1,9 @@
 """What a run reads is noted when it begins, and compared at every start."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 from realhf.data.files import digest
 from realhf.data.files.digest import content_digest, known_digest, weights_digest
-from realhf.data.inputs import check_inputs, keep_inputs
+from realhf.data.inputs import InputFile, check_inputs, inputs_of, keep_inputs
 from realhf.data.merged import MergedDataset
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import save_model
@@ -181,6 +183,64 @@ def test_a_run_of_an_earlier_version_goes_on(run: Any, directory: RunDirectory, 
     check_inputs(run, directory)
     keep_inputs(run, directory)
     check_inputs(run, directory)
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_the_files_it_began_with(
+    run: Any, directory: RunDirectory, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "actor")
+    check_inputs(run, directory)
+
+
+def test_what_a_run_reads_by_what_it_is_for(run: Any, directory: RunDirectory, tmp_path: Path) -> None:
+    found = inputs_of(run)
+    assert list(found) == [
+        "data set",
+        "tokenizer of the data set",
+        "evaluation's data set",
+        "tokenizer of the evaluation's data set",
+        "code of score",
+        "checkpoint of model actor",
+        "checkpoint of model reference",
+        *(f"replayed step {step}" for step in range(1, 6)),
+    ]
+    rule = tmp_path / "rule.py"
+    assert found["code of score"] == {
+        str(rule): InputFile(size_bytes=rule.stat().st_size, digest=hashlib.sha256(rule.read_bytes()).hexdigest())
+    }
+    assert list(found["data set"]) == [f"{tmp_path}/data/a.jsonl", f"{tmp_path}/data/b.jsonl"]
+    assert list(found["replayed step 2"]) == [f"{tmp_path}/rollouts/step-2/actor_generate-0.safetensors"]
+    run.evaluation = run.evaluation_graph = None
+    run.spec.replay = ""
+    small = [name for name in found if "evaluation" not in name and "replayed" not in name]
+    assert list(inputs_of(run)) == small
+    run.spec.resume_step = 1
+    assert list(inputs_of(run)) == [name for name in small if "actor" not in name]
+    run.evaluation_graph = SimpleNamespace(calls={"judge": run.graph.calls["score"]})
+    run.evaluation_graph.calls["judge"].name = "judge"
+    assert "code of judge" in inputs_of(run)
+    run.graph.calls["score"].interface_impl.read_files = ()
+    assert "code of judge" not in inputs_of(run)
+
+
+def test_the_note_of_what_a_run_reads(run: Any, directory: RunDirectory) -> None:
+    keep_inputs(run, directory)
+    text = directory.inputs.read_text()
+    content = json.loads(text)
+    assert content["format"] == "inputs/1"
+    assert text == json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    assert content["files"]["code of score"].popitem()[1].keys() == {"size_bytes", "digest"}
+
+
+def test_a_file_that_cannot_be_read_is_named(run: Any, directory: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "held out/a.jsonl").unlink()
+    says = f"{tmp_path}/held out/a.jsonl cannot be read (No such file or directory); put it back"
+    for call in (keep_inputs, check_inputs):
+        directory.inputs.unlink(missing_ok=True)
+        if call is check_inputs:
+            directory.inputs.write_text('{"files": {"data set": {}}, "format": "inputs/1"}')
+        with pytest.raises(UserError, match=f"^{re.escape(says)}$"):
+            call(run, directory)
 
 
 def test_all_parts_of_a_data_set_are_compared(run: Any, directory: RunDirectory, tmp_path: Path) -> None:

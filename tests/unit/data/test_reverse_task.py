@@ -61,6 +61,8 @@ def test_what_seed_0_gives_stays_as_it_is(data: Path) -> None:
     """Other files have another FORMAT_VERSION, so that data of this one is not taken for them."""
     assert reverse_task.FORMAT_VERSION == 2
     assert reverse_task.SIZES == {"sft.jsonl": 20_000, "train.jsonl": 20_000, "evaluation.jsonl": 512}
+    manifest = {"task": "reverse", "format_version": 2, "seed": 0, "sizes": reverse_task.SIZES}
+    assert json.loads((data / "manifest.json").read_text()) == manifest
     names = [*reverse_task.SIZES, "rewards.py"]
     assert {name: hashlib.sha256((data / name).read_bytes()).hexdigest()[:16] for name in names} == DIGESTS
     assert rows(data / "sft.jsonl")[0] == {"prompt": "reverse vobipos ->", "answer": " sopibov"}

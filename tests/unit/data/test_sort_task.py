@@ -122,6 +122,8 @@ def test_what_seed_0_gives_stays_as_it_is(data):
     assert sort_task.FORMAT_VERSION == 2
     sizes = {"sft": 20_000, "preferences": 5_600, "preferences_held_out": 400, "prompts": 20_000, "evaluation": 512}
     assert {f"{name}.jsonl": size for name, size in sizes.items()} == sort_task.SIZES
+    manifest = {"task": "sort", "format_version": 2, "seed": 0, "sizes": sort_task.SIZES}
+    assert json.loads((data / MANIFEST).read_text()) == manifest
     digests = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in data.glob("*.jsonl")}
     assert digests == DIGESTS
 
