@@ -49,5 +49,5 @@ def _path(dataset: "TextDataset") -> Path:
     files = tokenizer_files(dataset.tokenizer, dataset.chat_template)
     known = [_FORMAT_VERSION, type(dataset).__name__, options, version("tokenizers")]
     known += [content_digest(data_files(dataset.path)), [path.name for path in files], content_digest(files)]
-    digest = hashlib.blake2b(msgspec.json.encode(known, order="sorted"), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(msgspec.json.encode(known), digest_size=16).hexdigest()
     return user_cache_path("realhf") / "data" / f"{digest}.rows"

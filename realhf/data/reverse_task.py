@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -84,7 +84,7 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> None:
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
-        special_tokens=[AddedToken(END, special=True, normalized=False)],
+        special_tokens=[END],
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )

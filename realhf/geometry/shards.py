@@ -321,8 +321,6 @@ def _cut(shape: tuple[int, ...], first: int, last: int) -> Sequence[tuple[tuple[
     a row, whole rows, the beginning of a row; recursively in more than two dimensions."""
     if first >= last:
         return []
-    if len(shape) == 1:
-        return [((first,), (last - first,))]
     row = prod(shape[1:])
     head_end = min(_aligned(first, row), last)
     tail_start = max(last // row * row, head_end)

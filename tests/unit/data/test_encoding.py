@@ -1,8 +1,10 @@
 """Drafts as tokens, by hand: one token a letter, `<bos>` 1, `<eos>` 2, `a` 4 and so on, a space 31."""
 
 import re
+from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from realhf.api.data_options import TooLong
 from realhf.data import sort_task
@@ -187,6 +189,20 @@ def test_a_prompt_within_limits(
 def test_a_prompt_without_a_begin_token_keeps_its_end(tokenizer: TextTokenizer) -> None:
     found = one(tokenizer, text("d", prompt="abc", is_chat=True), limits(2, None, "truncate_left"))
     assert found == EncodedRow([B, C], [[D, END]], is_cut=True)
+
+
+def test_a_token_that_begins_a_text_stays(tmp_path: Path) -> None:
+    """The one that has this name, and the one that the tokenizer puts before a text; not what it puts behind it."""
+    tokenizer = sort_task.make_tokenizer()
+    tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", pair=None, special_tokens=[("<bos>", BEGIN), ("<eos>", END)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "*"}')
+    found = TextTokenizer(tmp_path)
+    for prompt, kept in (("*abc", [STAR, C]), ("<bos>abc", [BEGIN, C]), ("<eos>abc", [B, C]), ("aabc", [B, C])):
+        cut = one(found, text("d", prompt=prompt, is_chat=True), limits(2, None, "truncate_left"))
+        assert cut == EncodedRow(kept, [[D, END]], is_cut=True)
 
 
 def test_the_longest_response_counts_where_it_follows_the_prompt(tokenizer: TextTokenizer) -> None:

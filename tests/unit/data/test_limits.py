@@ -1,6 +1,8 @@
 """Rows that are too long: named, dropped or cut, counted, and never in a step."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,20 @@ def test_every_file_that_decides_which_rows_are_kept_is_in_the_name(name: str, f
         (folder / name).write_text(text)
         names.add(kept_rows._path(dataset))
     assert len(names) == 3
+
+
+def test_the_name_of_kept_rows_does_not_depend_on_where_files_lie(folder: Path, cache: Path, tmp_path: Path) -> None:
+    options = {"max_prompt_tokens": 3, "too_long": "drop"}
+    dataset = make(folder, PromptDataset, [{"prompt": "ab"}], **options)
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    other = make(tmp_path / "elsewhere", PromptDataset, [{"prompt": "ab"}], **options)
+    path = kept_rows._path(dataset)
+    assert path == kept_rows._path(other)
+    assert path.parent == cache
+    assert re.fullmatch(r"[0-9a-f]{32}\.rows", path.name)
+    assert path != kept_rows._path(replace(dataset, max_prompt_tokens=4))
+    assert dataset.kept_rows() is not None
+    assert path.read_bytes() == bytes(8), "row 0, in eight bytes"
 
 
 def test_processes_find_the_kept_rows_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,12 @@ def rollouts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_samples_of_all_ranks_by_id(rollouts: Path) -> None:
+def test_samples_of_all_ranks_by_id(rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert step_folder(rollouts, 2) == rollouts / "step-3"
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(sorted(glob(self, pattern), reverse=True)))
     found = read_recorded(rollouts, 2, "actor", "seq")
+    assert list(found) == [0, 10, 1], "rank by rank, whatever order the disk has"
     assert {sample: (one.path.name, one.value.tolist()) for sample, one in found.items()} == {
         0: ("actor-0.safetensors", [1, 2]),
         10: ("actor-0.safetensors", [3]),
