@@ -52,6 +52,15 @@ def test_tensor_peers_are_neighbours_and_stages_are_farthest_apart() -> None:
     assert str(layout) == "dp2 tp2 pp2 on devices 8-15"
 
 
+def test_a_strategy_divides_nothing_unless_it_says_so() -> None:
+    assert ParallelStrategy() == ParallelStrategy(1, 1, 1, 1, (1, 1))
+    assert (str(ParallelStrategy()), ParallelStrategy().size) == ("dp1 tp1 pp1", 1)
+    assert str(ParallelStrategy(8, 3, 2, 1, (2, 4))) == "dp8 tp3 pp2 micro-dp2x4"
+    assert str(ParallelStrategy(8, 3, 2, micro_dp=(1, 2))) == "dp8 tp3 pp2 micro-dp1x2"
+    assert ParallelStrategy(5, 3, 2).size == 30
+    assert list(DeviceMesh(3, 2).devices) == [3, 4]
+
+
 @given(layouts)
 def test_coordinates_and_devices_are_inverse(layout: Layout) -> None:
     for device in layout.mesh.devices:

@@ -45,6 +45,21 @@ def test_two_chunks_on_two_stages(stage: int, micro_batches: int, passes: str) -
     assert text(training_order(2, stage, 2, micro_batches)) == passes
 
 
+def test_the_times_of_passes_by_hand() -> None:
+    """A forward pass takes 1, a backward pass 2; each waits for its stage and for the pass before it."""
+    ends = simulate([training_order(2, stage, 1, 2) for stage in range(2)], 1)
+    assert {(stage, text([run])): end for (stage, run), end in ends.items()} == {
+        (0, "F0"): 1,
+        (0, "F1"): 2,
+        (1, "F0"): 2,
+        (1, "B0"): 4,
+        (1, "F1"): 5,
+        (0, "B0"): 6,
+        (1, "B1"): 7,
+        (0, "B1"): 9,
+    }
+
+
 @given(shapes)
 def test_every_pass_runs_once_and_backward_after_forward(shape: tuple[int, int, int]) -> None:
     pp, chunks, micro_batches = shape
