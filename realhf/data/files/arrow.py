@@ -28,8 +28,8 @@ class ArrowFile(RowFile):
 
     def __init__(self, path: Path, batches: list[Any], columns: list[str]):
         self.paths = (path,)
-        self._batches = [batch for batch in batches if batch.num_rows]
-        self._ends = np.array([0, *accumulate(batch.num_rows for batch in self._batches)])
+        self._batches = batches
+        self._ends = np.array([0, *accumulate(batch.num_rows for batch in batches)])
         self._columns = tuple(columns)
         self._checked: set[int] = set()  # batches; to read one whose offsets point elsewhere ends the process
 

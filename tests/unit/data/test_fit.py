@@ -268,6 +268,13 @@ def test_a_generation_of_an_unknown_length(tmp_path: Path) -> None:
         check_fit(DataflowGraph([call], ("prompt",)), extent)
 
 
+def test_a_generation_without_outputs_has_nothing_recorded(tmp_path: Path) -> None:
+    generate = replace(rollout_graph(MODEL).calls["actor_generate"], output_data=[])
+    check_replay(DataflowGraph([generate], ("prompt",)), tmp_path, range(3), 2)
+    with pytest.raises(UserError, match="no 'seq' of actor_generate, step 1"):
+        check_replay(rollout_graph(MODEL), tmp_path, range(3), 2)
+
+
 def test_every_step_and_every_sample_of_recorded_rollouts_is_looked_at(tmp_path: Path) -> None:
     graph = rollout_graph(MODEL)
     check_replay(graph, recorded(tmp_path, s0=[1], s1=[2], s2=[31]), range(1), 3)
