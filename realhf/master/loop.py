@@ -338,12 +338,13 @@ class Dispatcher:
         """
         batch, graph = BatchKey(planned.split, node.step), planned.graph
         for consumer in graph.calls.values():
-            if not any(key in graph.producers for key in consumer.input_data):
+            dividing = length_key(graph, consumer)
+            if dividing is None:
                 continue  # it reads only the data set
             parts = _parts(planned, consumer, node.step, directory)
             if parts is None:
                 continue
-            divides = graph.producers.get(length_key(graph, consumer) or "") == node.call
+            divides = graph.producers[dividing] == node.call
             keys = [
                 key
                 for key in consumer.input_data

@@ -108,8 +108,7 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
         **stats,
         "calls": calls,
         "peak_bytes": [
-            max((record.peak_bytes.get(worker, 0) for record in records), default=0)
-            for worker in range(plan.num_devices)
+            max(record.peak_bytes.get(worker, 0) for record in records) for worker in range(plan.num_devices)
         ],
     }
 

@@ -1,14 +1,17 @@
 """What a run leaves for people: names of statistics, times of steps, a trace that viewers open."""
 
 import json
+import logging
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from realhf.dataflow.interface import RESERVED_STATISTICS
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.master import records as records_module
 from realhf.master.loop import CallRecord
-from realhf.master.records import Trace, step_metrics
+from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.state import Node
 from realhf.rundir.lines import step_line
 from realhf.transport.messages import Span
@@ -68,6 +71,35 @@ def test_a_line_of_metrics() -> None:
 
 def test_a_step_without_time_has_no_speed() -> None:
     assert step_metrics(1, [record("actor_generate", 1.0, 1.0, tokens=5)], PLAN, 1.0)["tokens_per_s"] == 0.0
+    assert step_metrics(1, [record("actor_generate", 1.0, 1.0, tokens=5)], PLAN, 2.0)["tokens_per_s"] == 0.0
+    assert step_metrics(1, [record("actor_generate", 1.0, 1.5, tokens=5)], PLAN, 1.0)["tokens_per_s"] == 10.0
+
+
+def test_a_call_of_which_nothing_was_measured_has_its_prediction_alone() -> None:
+    """As one beside the devices has; and collectives are in one order whatever order workers name them in."""
+    plan = msgspec.structs.replace(PLAN, beside={"judge": 0.25})
+    judge = CallRecord(Node(3, "judge"), "judge", {0: Span("beside", "judge", 1.0, 2.0)})
+    sent = {0: {"reduce_scatter": 4, "all_gather": 8}}
+    generate = CallRecord(
+        Node(3, "actor_generate"), "actor", {0: Span("compute", "", 1.0, 2.0)}, tokens=1, sent_bytes=sent
+    )
+    line = step_metrics(1, [judge, generate], plan, 0.0)
+    assert line["calls"]["judge"] == {
+        "start": 1.0, "end": 2.0, "seconds": 1.0, "predicted_s": 0.25, "peak_bytes": 0, "sent_bytes": {},
+    }  # fmt: skip
+    assert list(line["calls"]["actor_generate"]["sent_bytes"].items()) == [("all_gather", 8), ("reduce_scatter", 4)]
+    assert line["peak_bytes"] == [0, 0]
+
+
+def test_the_log_has_a_step_s_calls_in_the_order_of_their_ends(caplog: pytest.LogCaptureFixture) -> None:
+    records = [record("critic_train_step", 1.0, 4.0), record("actor_generate", 0.0, 3.5, tokens=60)]
+    with caplog.at_level(logging.INFO):
+        log_step(step_metrics(7, records, PLAN, 0.0))
+    assert [(made.getMessage(), made.place) for made in caplog.records] == [
+        ("took 3.500 s", "step=7 call=actor_generate "),
+        ("took 3.000 s", "step=7 call=critic_train_step "),
+        ("ended after 4.000 s, 15 tokens/s", "step=7 "),
+    ]
 
 
 def test_no_statistic_takes_the_place_of_what_every_line_has() -> None:
@@ -75,7 +107,8 @@ def test_no_statistic_takes_the_place_of_what_every_line_has() -> None:
     assert {*line, "num_workers", "plan"} == RESERVED_STATISTICS
 
 
-def test_the_trace_is_in_chromes_format(tmp_path: Path) -> None:
+def test_the_trace_is_in_chromes_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records_module, "now_s", lambda: 90.0)
     trace = Trace(tmp_path / "trace.json", num_workers=2)
     first = Span("compute", 'a "quoted" call of step 0', 100.0, 100.25)
     trace.add(0, first)
@@ -87,10 +120,15 @@ def test_the_trace_is_in_chromes_format(tmp_path: Path) -> None:
     assert events[:2] == [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": f"worker-{i}"}} for i in range(2)
     ]
-    rows = [event["args"]["name"] for event in events[2:6]]
+    rows = ["calls", "writing", "sending", "beside"]
+    assert events[2:6] == [
+        {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+        for pid, name in enumerate(rows)
+    ]
     a, b, c, d = events[6:]
     assert (a["name"], a["cat"], a["ph"], a["pid"], a["tid"], a["dur"]) == (first.name, "compute", "X", 0, 0, 250_000)
     assert (b["tid"], b["dur"], b["ts"] - a["ts"]) == (1, 500_000, 500_000)
+    assert a["ts"] == 10_000_000, "from the start of the run"
     assert (rows[a["pid"]], rows[c["pid"]], c["tid"]) == ("calls", "sending", 0), "which overlap"
     assert (rows[d["pid"]], d["tid"]) == ("beside", 1)
 
