@@ -37,14 +37,14 @@ class DriftWatch:
 
     def __init__(self, threshold: float, told: Iterable[str] = ()):
         self._threshold = threshold
-        self._skipped = 0
+        self._to_skip = WARM_UP
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._told = set(told)
 
     def step(self, line: Mapping[str, Any]) -> list[str]:
         """The reports after another step: one sentence for each call that has drifted, beginning with its name."""
-        if self._skipped < WARM_UP:
-            self._skipped += 1
+        if self._to_skip:
+            self._to_skip -= 1
             return []
         self._lines.append(line)
         if len(self._lines) < WINDOW:
@@ -60,7 +60,9 @@ class DriftWatch:
 
     def _describe(self, name: str, factor: float) -> str:
         calls = [line["calls"][name] for line in self._lines if name in line["calls"]]
-        measured_s, predicted_s = statistics.median(call["seconds"] for call in calls), calls[-1]["predicted_s"]
+        measured_s, predicted_s = (
+            statistics.median(call[field] for call in calls) for field in ("seconds", "predicted_s")
+        )
         limit = f"{self._threshold:g}" if factor > 1 else f"1 / {self._threshold:g}"
         return (
             f"{name} takes {factor:.3g} times as long as the plan predicts ({measured_s:.3g} s, not {predicted_s:.3g} "

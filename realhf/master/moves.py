@@ -67,11 +67,11 @@ class Moves:
 
     async def prepared(self, worker: int, node: Node) -> None:
         """Notes that `worker` has prepared; sends the move if it was the last."""
-        waiting = self._waiting[node]
+        waiting = self._waiting.pop(node)
         waiting.unprepared.remove(worker)
         if waiting.unprepared:
+            self._waiting[node] = waiting
             return
-        del self._waiting[node]
         others = {other: self._open.expect(other, waiting.request, "moves") for other in sorted(waiting.others)}
         for mover, request_id in sorted((waiting.ids | others).items()):
             await self._send(mover, replace(waiting.message, request_id=request_id))

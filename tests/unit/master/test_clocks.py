@@ -2,6 +2,8 @@
 
 import socket
 
+import pytest
+
 from realhf.master.clocks import WorkerClocks
 from realhf.transport.messages import Span
 
@@ -23,6 +25,15 @@ def test_what_a_busy_machine_delays_is_no_difference() -> None:
     for now_s[0], sent_s in ((500.9, 500.0), (501.1, 501.0)):
         clocks.heard(1, sent_s)
     assert clocks.corrected(1, SPAN) == SPAN
+
+
+@pytest.mark.parametrize(
+    ("difference_s", "offset_s"), [(0.25, 0.0), (-0.25, 0.0), (0.3, 0.3), (-0.3, -0.3), (0.2, 0.0)]
+)
+def test_a_quarter_of_a_second_is_what_clocks_may_differ_by(difference_s: float, offset_s: float) -> None:
+    clocks = WorkerClocks(lambda: difference_s)
+    clocks.heard(1, 0.0)
+    assert clocks.offset_s(1) == offset_s
 
 
 def test_workers_on_the_masters_host_have_its_clock() -> None:

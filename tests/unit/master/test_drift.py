@@ -74,6 +74,14 @@ def test_the_threshold_itself_is_no_drift() -> None:
     assert text.endswith("more than --drift-threshold allows (1.5)")
 
 
+def test_a_call_of_some_steps_is_compared_by_these() -> None:
+    """Of ten steps five have it: 3 s to 7 s, median 5 s."""
+    steps = [line(train=2.0, **({"greedy": 3.0 + i / 2} if i % 2 == 0 else {})) for i in range(WINDOW)]
+    assert told(DriftWatch(1.5), *[line(train=2.0)] * WARM_UP, *steps) == [
+        "greedy takes 2.5 times as long as the plan predicts (5 s, not 2 s), more than --drift-threshold allows (1.5)"
+    ]
+
+
 def test_a_start_does_not_repeat_what_an_earlier_one_told_under_the_same_plan() -> None:
     told_before = Event(time_s=0.0, event="drift", step=11, message="train takes 2 times as long as the plan predicts")
     restarted = Event(time_s=1.0, event="restarted", step=10)

@@ -65,3 +65,14 @@ def test_steps_that_become_faster_do_not_save_more_often() -> None:
     milestones.reached(1, 6)
     assert not milestones.saves_after(6)
     assert milestones.next(6) == 11
+
+
+def test_a_checkpoint_that_takes_longer_than_the_time_between_two_is_followed_by_a_step() -> None:
+    now = [0.0]
+    milestones = milestones_of(now, 100, minutes=1.0)
+    assert milestones.next(0) == 1
+    now[0] += 60.0
+    milestones.reached(0, 1)
+    assert milestones.saves_after(1)
+    now[0] += 200.0
+    assert milestones.next(1) == 2

@@ -20,6 +20,7 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master import master as master_module
 from realhf.master.loop import CallRecord, PlannedGraph
 from realhf.master.master import Master
+from realhf.master.replies import Request
 from realhf.master.state import Node
 from realhf.rundir.events import read_events
 from realhf.rundir.flight_recorder import read_activity
@@ -28,6 +29,7 @@ from realhf.rundir.run import Deadlines, RunSpec
 from realhf.rundir.samples import Sample
 from realhf.rundir.starts import StaleStartError, begin_start, current_start
 from realhf.rundir.status import read_status
+from realhf.transport import clock as awake
 from realhf.transport.messages import CheckpointWritten, Completion, Reply, Span, Split
 from tests.unit.api.calls import call
 from tests.unit.master.test_master import Clock, ScriptedServer
@@ -336,6 +338,23 @@ def test_what_a_worker_did_is_told_by_the_master_s_clock(directory: RunDirectory
     master._take(1, report)
     assert (spans, written) == ([(1, early)], [(1, report)])
     assert len(replies) == 3
+
+
+def test_requests_are_late_by_the_seconds_in_which_the_master_ran(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(awake, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    master, _ = master_of(run_of(deadlines=Deadlines(floor_s=7.0)), directory)
+    assert master._dispatcher._deadlines == Deadlines(floor_s=7.0)
+    request = Request("a checkpoint", 2.0)
+    master._dispatcher._open.expect(2, request)
+    for late in ({}, {}, {2: request}):
+        now[0] += 1.0
+        master._clock.tick()
+        assert master._dispatcher.late() == late
+    now[0] += 1000.0  # in which it did not run: at most two seconds count
+    assert master._clock.now() == 5.0
 
 
 def test_the_start_is_recorded_with_the_first_worker_that_is_not_ready(directory: RunDirectory) -> None:

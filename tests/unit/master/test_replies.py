@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -24,6 +25,11 @@ GOOD = Reply(request_id=7, span=SPAN, outputs={"x": X})
 def test_what_answers_passes() -> None:
     check_reply(ASKED, GOOD)
     check_reply(Request("checkpoint", 600.0), Reply(request_id=1, span=SPAN, wait=SPAN))
+    latest = Span("compute", "a", 0.0, 2.0**40 - 1)
+    check_reply(ASKED, msgspec.structs.replace(GOOD, span=latest, wait=latest))
+    all_of_it = tuple(Completion(sample=sample, prompt="", response="", reward=None) for sample in (2, 0))
+    check_reply(ASKED, msgspec.structs.replace(GOOD, completions=all_of_it))
+    check_reply(replace(ASKED, returns_state=True), msgspec.structs.replace(GOOD, state={"a": 1.0}))
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,7 @@ def test_what_answers_passes() -> None:
         ({"span": Span("compute", "a", 0.0, math.inf)}, "that took from 0.0 to inf"),
         ({"wait": Span("transfer", "a", math.nan, 1.0)}, "that took from nan to 1.0"),
         ({"span": Span("compute", "a", -1.0, 1e300)}, "that took from -1.0"),
+        ({"span": Span("compute", "a", 2.0**40, 1.0)}, "that took from 1099511627776.0 to 1.0"),
     ],
 )
 def test_what_does_not_answer_is_told(changes: dict[str, object], message: str) -> None:

@@ -42,6 +42,7 @@ def spec(**changes: Any) -> RunSpec:
 
 def test_the_numbers_of_a_step_by_name() -> None:
     assert dict(step_values(LINE)) == VALUES
+    assert dict(step_values({"step": 1, "calls": {}, "peak_bytes": []})) == {"memory/fullest_worker_gib": 0.0}
 
 
 def test_no_tracker_needs_no_library(tmp_path: Path) -> None:
@@ -61,8 +62,11 @@ def test_no_tracker_needs_no_library(tmp_path: Path) -> None:
 )
 def test_a_library_that_lacks_is_named(asked: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    check_trackers(spec())
     with pytest.raises(UserError, match=message):
         check_trackers(spec(**asked))
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name)
+    check_trackers(spec(**asked))
 
 
 def test_weights_and_biases_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +123,22 @@ def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
         "train/loss": [(3, 0.5), (4, 0.25)],
         **{name: [(3, value), (4, value)] for name, value in VALUES.items() if name != "train/loss"},
     }
+
+
+def test_tensorboard_s_files_have_what_was_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    writer = SimpleNamespace(
+        add_scalar=lambda *scalar: told.append(scalar),
+        add_text=lambda name, text, step: told.append((name, text.count("**sample"), step)),
+        flush=lambda: told.append("flush"),
+        close=lambda: told.append("close"),
+    )
+    monkeypatch.setattr("tensorboardX.SummaryWriter", lambda folder, purge_step: (told.append(purge_step), writer)[1])
+    tracked = Trackers(spec(tensorboard=True, resume_step=2), tmp_path)
+    tracked.evaluation({"step": 2, "accuracy": 0.25})
+    tracked.samples(SAMPLES)
+    tracked.close()
+    assert told == [3, ("evaluation/accuracy", 0.25, 2), "flush", ("samples/train", 2, 3), "flush", "close"]
 
 
 def test_tensorboard_reads_the_samples(tmp_path: Path) -> None:
