@@ -61,13 +61,7 @@ class OpenRequests:
         requests always has a deadline.
         """
         reached = [queue for queues in self._queues for queue in _reached(queues)]
-        ahead = {
-            request.what
-            for queues in self._queues
-            for queue in queues.values()
-            for request in queue.behind
-            if request.together
-        }
+        ahead = {request.what for queues in self._queues for queue in queues.values() for request in queue.behind}
         ahead |= {queues["beside"].oldest.what for queues in self._queues if _is_not_handed_on(queues)}
         since: dict[str, float] = {}
         for queue in reached:
@@ -93,7 +87,7 @@ class _Queue:
 
     def __init__(self, clock: Clock):
         self.requests: dict[int, Request] = {}  # the oldest first
-        self._clock, self.busy_since = clock, 0.0
+        self._clock, self.busy_since = clock, clock()
 
     def add(self, request_id: int, request: Request) -> None:
         if not self.requests:

@@ -12,6 +12,7 @@ from realhf.base.errors import RunError
 from realhf.master import master as master_module
 from realhf.master.master import Master
 from realhf.master.replies import Request
+from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Deadlines
 from realhf.rundir.status import read_status
@@ -103,6 +104,19 @@ def test_every_message_is_a_sign_of_life(directory: RunDirectory) -> None:
     assert "worker 1" not in ended.text
     assert (ended.blamed, ended.server.rejected[:2]) == ([2], [1, 1])
     assert 61.0 <= ended.after_s < 62.0 + master_module.STACKS_S
+
+
+def test_how_far_the_start_is_is_recorded_before_anybody_is_heard(directory: RunDirectory) -> None:
+    recorded = []
+
+    def hello() -> Hello:
+        recorded.append(read_activity(directory.activity("master")))
+        return Hello(worker=0, pid=1, host="h")
+
+    Ended(directory, [(0.5, 0, hello), (0.0, 2, hello), (1.0, 2, CAUSE)])
+    assert [activity and activity.text for activity in recorded] == [
+        f"setup: {number} of 3 workers connected, 0 ready" for number in (0, 1)
+    ]
 
 
 def test_processes_of_other_starts_are_refused(directory: RunDirectory) -> None:

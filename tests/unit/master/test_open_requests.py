@@ -20,6 +20,25 @@ def reply_to(request_id: int) -> Reply:
     return Reply(request_id=request_id, span=Span("compute", "", 0.0, 1.0))
 
 
+def test_the_time_of_a_request_begins_when_it_is_sent_to_an_idle_worker_or_the_one_before_is_answered() -> None:
+    clock = Clock()
+    requests = OpenRequests(1, clock)
+    clock.now_s = 50.0
+    first, second = Request("first", 5.0), Request("second", 5.0)
+    of_first = requests.expect(0, first)
+    clock.now_s = 53.0
+    requests.expect(0, second)
+    clock.now_s = 55.0
+    assert requests.late() == {}, "five seconds are not too long"
+    clock.now_s = 55.5
+    assert requests.late() == {0: first}
+    requests.answered(0, reply_to(of_first))
+    clock.now_s = 60.5
+    assert requests.late() == {}
+    clock.now_s = 60.6
+    assert requests.late() == {0: second}
+
+
 def test_a_long_call_and_what_is_sent_beside_it_have_deadlines_of_their_own() -> None:
     clock = Clock()
     requests = OpenRequests(2, clock)

@@ -187,6 +187,10 @@ def test_a_drift_is_noted_with_its_step(directory: RunDirectory) -> None:
     (event,) = read_events(directory.events)
     assert (event.event, event.step) == ("drift", 15)
     assert event.message.startswith("actor_generate takes 3 times as long as the plan predicts (6 s, not 2 s)")
+    again, _ = master_of(run_of(spec={"drift_threshold": 1.5}), directory)  # another start, under the same plan
+    for step in range(16, 28):
+        again._record_step(step, [record(step, "actor_generate", (10.0, 16.0))])
+    assert read_events(directory.events) == [event]
 
 
 def test_a_statistic_that_nothing_makes_is_told_after_the_first_step_alone(directory: RunDirectory) -> None:
@@ -338,6 +342,16 @@ def test_what_a_worker_did_is_told_by_the_master_s_clock(directory: RunDirectory
     master._take(1, report)
     assert (spans, written) == ([(1, early)], [(1, report)])
     assert len(replies) == 3
+
+
+def test_checkpoints_are_of_this_run_by_this_dispatcher_and_this_start(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(master_module, "Saver", lambda *arguments: given.append(arguments))
+    run = run_of()
+    master, _ = master_of(run, directory, "12345678")
+    assert given == [(run, directory, master._dispatcher, "12345678")]
 
 
 def test_requests_are_late_by_the_seconds_in_which_the_master_ran(
