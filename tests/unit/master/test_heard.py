@@ -1,6 +1,7 @@
 """What the master makes of messages, of silence and of failures: whom it asks what, when it ends, whom it blames."""
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,6 +238,28 @@ def test_a_full_disk_at_the_end_hides_no_reason(directory: RunDirectory, monkeyp
     monkeypatch.setattr(master_module.Trackers, "close", full)
     assert Ended(directory, [*HELLO, (0.0, 2, CAUSE)]).text.startswith("worker 2 failed in its start")
     assert closed == ["Trace", "Trackers"]
+
+
+def test_all_has_ended_when_the_trace_is_closed(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    close = master_module.Trace.close
+
+    async def watch(_: Master) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("the watch")
+
+    def closed(trace: master_module.Trace) -> None:
+        ended.append("the trace")
+        close(trace)
+
+    monkeypatch.setattr(Master, "_watch", watch)
+    monkeypatch.setattr(master_module.Trace, "close", closed)
+    Ended(directory, [*HELLO, (0.0, 2, CAUSE)])
+    assert ended == ["the watch", "the trace"]
+    assert json.loads(directory.trace.read_text())[0]["args"] == {"name": "worker-0"}
 
 
 def test_an_interruption_is_noted_where_there_is_room(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
