@@ -60,7 +60,7 @@ class FollowNode:
     source: str
     eta: float
     every_steps: int
-    staleness: int = 0
+    staleness: int
 
     def is_due(self, step: int) -> bool:
         """Whether the parameters follow in `step`, counted from 0."""

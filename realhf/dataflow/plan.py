@@ -300,7 +300,7 @@ def _check_numbers(plan: ExecutionPlan) -> None:
 
 def save_plan(plan: ExecutionPlan, path: str | Path) -> None:
     """Writes a plan file atomically."""
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
 def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> None:

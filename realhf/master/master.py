@@ -65,6 +65,7 @@ ALIVE_EVERY_S = 5.0
 FAILURE_GRACE_S = 8.0
 # How long the master waits for workers to write their stacks.
 STACKS_S = 2.0
+_LOOK_S = 0.05  # and how often it looks for them
 
 
 class Master:
@@ -208,7 +209,7 @@ class Master:
         try:
             await asyncio.wait_for(self._all_ready.wait(), timeout_s)
         except TimeoutError:
-            missing = sorted(set(range(self._num_workers)) - self._ready.keys())
+            missing = [worker for worker in range(self._num_workers) if worker not in self._ready]
             states = ", ".join(f"worker {i} ({self._signs.activity(i, 'never heard of')})" for i in missing)
             raise RunError(
                 f"not ready within {timeout_s:g} s: {states}; read {self._directory.log(worker_name(missing[0]))}",
@@ -425,7 +426,7 @@ class Master:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STACKS_S):
                 while not all(file.exists() for file in files.values()):
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(_LOOK_S)
         written = sum(file.exists() for file in files.values())
         if not written:
             return error

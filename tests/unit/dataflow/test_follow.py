@@ -105,6 +105,16 @@ def test_eta_is_a_weight(eta: float) -> None:
         Follow("actor", eta=eta)
 
 
+def test_what_is_said_of_following_is_said_by_name() -> None:
+    made = Follow("actor", eta=0.5)
+    assert (made.every_steps, made.staleness) == (1, 0)
+    for given in (("actor", 0.5), ("actor", 0.5, 3)):
+        with pytest.raises(TypeError):
+            Follow(*given)  # type: ignore[misc, call-arg]
+    with pytest.raises(TypeError):
+        Follow("actor", 1, eta=1.0)  # type: ignore[misc]
+
+
 def test_every_steps_is_a_number_of_steps() -> None:
     with pytest.raises(UserError, match="every_steps=0 must be at least 1"):
         Follow("actor", eta=0.1, every_steps=0)

@@ -28,7 +28,7 @@ from realhf.dataflow.plan import (
     updates_text,
 )
 from realhf.dataflow.protocols import RANK_ZERO
-from realhf.dataflow.rationale import DeviceMemory, Rationale
+from realhf.dataflow.rationale import DeviceMemory, Instead, Rationale
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from tests.unit.api.calls import TINY, Nothing, Rule, call, ppo_graph, ruled_graph
 
@@ -80,7 +80,9 @@ def test_a_plan_written_by_hand_needs_only_devices_and_calls(tmp_path: Path) -> 
     path.write_text('{"num_devices": 1, "calls": {"m_inference": {"devices": [0, 1]}}}')
     plan = load_plan(path)
     check_plan(plan, DataflowGraph([call("m", INFERENCE, ["x"])], ["x"]), 1)
-    assert plan.max_steps_in_flight == 2
+    assert (plan.max_steps_in_flight, plan.staleness, OrderEntry(call="a").steps_back) == (2, 0, 0)
+    one = plan.calls["m_inference"]
+    assert (one.dp, one.tp, one.pp, one.chunks, one.micro_dp, one.micro_batches) == (1, 1, 1, 1, (1, 1), 1)
 
 
 def test_a_plan_may_have_model_chunks(tmp_path: Path) -> None:
@@ -455,6 +457,7 @@ def test_the_memory_of_a_device_is_that_of_the_devices_around_it() -> None:
     assert [memory and memory.peak_bytes for memory in found] == [None, 20, 20, 40, None]
     assert found[1] is not None
     assert found[1].communicator_bytes == 0
+    assert Instead(call="a", layout="", num_too_large=3, num_others=3).slower_by == 0.0, "none fits"
 
 
 def test_the_digest_is_of_what_a_plan_does_alone(tmp_path: Path) -> None:

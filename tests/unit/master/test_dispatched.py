@@ -268,6 +268,7 @@ def test_a_record_has_all_that_the_replies_say() -> None:
 def test_numbers_without_weight_have_no_mean() -> None:
     record = CallRecord(Node(0, "a"), "m", stats={"loss": (3.0, 2.0), "nothing": (0.0, 0.0)})
     assert record.mean_stats() == {"loss": 1.5}
+    assert (record.tokens, record.weights_version) == (0, 0), "until a worker has said more"
 
 
 @pytest.mark.parametrize(("after", "made", "is_whole"), [(0, 2, False), (1, 3, True), (9, 3, True)])
@@ -285,6 +286,19 @@ def test_a_run_that_ends_soon_ends_the_steps_that_have_begun(after: int, made: i
     order = [(name, step) for step in range(3) for name in ACTOR.calls]
     assert asyncio.run(workers.dispatcher.run_steps(planned, order, 1, on_step)) == is_whole
     assert ended == list(range(made))
+
+
+def test_a_step_s_records_are_in_one_order() -> None:
+    """By name, in whatever order the calls were issued."""
+    graph = DataflowGraph([call("z", INFERENCE, ["x"], ["y"]), call("a", INFERENCE, ["y"])], ["x"])
+    workers = Workers(1, graph)
+    ended: list[str] = []
+    planned = planned_of(graph, dict.fromkeys(graph.calls, ON_ZERO))
+    order = [("z_inference", 0), ("a_inference", 0)]
+    asyncio.run(
+        workers.dispatcher.run_steps(planned, order, 1, lambda _, made: ended.extend(each.node.call for each in made))
+    )
+    assert ended == ["a_inference", "z_inference"]
 
 
 def test_what_is_known_of_the_data_of_a_step_goes_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
