@@ -1,6 +1,7 @@
 """Ranks that ask for other collectives than their peers, as threads: all take part in the same ones, in one order."""
 
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -184,6 +185,44 @@ def test_ranks_that_met_in_other_units_learn_it_at_the_next_message() -> None:
     for message in of_different_collectives(other_unit):
         assert "rank 0 in number 1, an all-gather of unit 1, 'layers.0'" in message
         assert "rank 1 in number 1, a reduction of unit 2, 'layers.1'" in message
+
+
+def test_a_unit_that_a_rank_has_not_is_told_by_its_number() -> None:
+    def another(agreement: Agreement) -> None:
+        agreement._last = 1 + 2 * len(UNITS)
+
+    for message in of_different_collectives(another):
+        assert "rank 0 in number 1, an all-gather of unit 1, 'layers.0', rank 1 in number 1, " in message
+        assert "an all-gather of unit 4, that this rank has not. What they received is of no use" in message
+
+
+def test_a_message_is_of_six_numbers_and_asks_for_three_operations_at_most() -> None:
+    """How many there were, the last one (before the first: the units), the point, what is asked for."""
+    said: list[list[int]] = []
+    taken: list[Operation] = []
+
+    def alone(numbers: list[int]) -> list[list[int]]:
+        said.append(numbers)
+        return [numbers]
+
+    agreement = Agreement(UNITS, alone, lambda operation, is_own: taken.append(operation))
+    asked = [Operation(kind, unit) for unit in range(2) for kind in ("gather", "reduce")]
+    agreement.perform(asked)
+    agreement.meet(Point.STEP)
+    agreement.perform([])
+    units = -zlib.crc32(b"embedding\nlayers.0\nlayers.1\nhead")
+    assert said == [[0, units, 0, 1, 2, 3], [3, 3, 0, 4, 0, 0], [4, 4, 3, 0, 0, 0]]
+    assert taken == asked
+
+
+def test_points_in_words() -> None:
+    words = {str(point) for point in Point}
+    assert words == {
+        "at the end of a backward pass", "at the end of a pass", "in step()", "in zero_grad()", "in state_dict()",
+        "in load_state_dict()", "about to gather all units",
+    }  # fmt: skip
+    assert str(Point.BACKWARD) == "at the end of a backward pass"
+    assert str(Point.PASS) == "at the end of a pass"
 
 
 def test_a_rank_that_missed_an_operation_learns_it_at_the_next_message() -> None:
