@@ -266,7 +266,7 @@ def run_sink(rank: int) -> str:
     layout = FlatLayout({"weight": (4, 3)}, shards=2)
     unit = GatheredUnit(layout, torch.zeros(layout.size // 2, dtype=torch.bfloat16))
     parameter = unit.parameters["weight"] = nn.Parameter(unit.views["weight"])
-    gathering = Gathering({"unit": unit}, dist.group.WORLD)
+    gathering = Gathering({"unit": unit}, dist.group.WORLD, prefetch=True)
     gathering.connect_weight(parameter, unit)
     gathering.attach_gradients({unit: torch.zeros(layout.size // 2)})
     sink = gradient_sink(parameter)

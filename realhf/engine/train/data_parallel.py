@@ -76,9 +76,9 @@ class NativeParameters:
         groups: ParallelGroups,
         dtype: torch.dtype,
         device: torch.device,
-        data_parallel: DataParallel = "zero1",
+        data_parallel: DataParallel,
         *,
-        prefetch: bool = True,
+        prefetch: bool,
     ):
         self.data_parallel, index = data_parallel, groups.dp_index
         self._groups = groups

@@ -91,7 +91,7 @@ class Gathering:
     on all ranks.
     """
 
-    def __init__(self, units: Mapping[str, GatheredUnit], group: dist.ProcessGroup, *, prefetch: bool = True):
+    def __init__(self, units: Mapping[str, GatheredUnit], group: dist.ProcessGroup, *, prefetch: bool):
         """`units` by name, in one order on all ranks."""
         self._reference, self._prefetch = GroupReference(group), prefetch
         self._in_order = list(units.values())
