@@ -240,6 +240,7 @@ class ModelBench:
             page_size=page,
             max_running=sequences,
             max_prefill_tokens=sequences * context,
+            holds_all=True,
         )
         running = RunningBatch(self.decoder, choice, scheduler, self._cache(1), return_logits=False)
         logits = torch.randn(sequences, self.model.vocab_size, dtype=self.dtype, device=self.device)

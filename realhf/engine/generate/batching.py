@@ -89,7 +89,7 @@ class Scheduler:
         page_size: int,
         max_running: int,
         max_prefill_tokens: int,
-        holds_all: bool = False,
+        holds_all: bool,
     ):
         self.page_size, self.max_running, self.max_prefill_tokens = page_size, max_running, max_prefill_tokens
         self.holds_all = holds_all
@@ -141,10 +141,7 @@ class Scheduler:
             if not sequence.pages or (sequence.length - 1) // self.page_size < len(sequence.pages):
                 continue
             while not self.blocks.free:
-                victim = self.running.pop()
-                self._preempt(victim)
-                if victim is sequence:
-                    break
+                self._preempt(self.running.pop())  # perhaps this one itself; it gives its last page back at least
             if sequence.pages:
                 sequence.pages.append(self.blocks.allocate())
                 grown.append(sequence)

@@ -68,6 +68,7 @@ def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_pre
         page_size=PAGE,
         max_running=max_running,
         max_prefill_tokens=max_prefill_tokens,
+        holds_all=False,
     )
     memory = Memory(lengths, twins)
     drawn: Counter[int] = Counter()
@@ -85,7 +86,7 @@ def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_pre
     assert scheduler.blocks.free == num_pages
 
 
-def scheduler_of(lengths, twins=None, *, num_pages, max_running=100, max_prefill_tokens=1000, **more):
+def scheduler_of(lengths, twins=None, *, num_pages, max_running=100, max_prefill_tokens=1000, holds_all=False):
     twins = range(len(lengths)) if twins is None else twins
     return Scheduler(
         lengths,
@@ -94,7 +95,7 @@ def scheduler_of(lengths, twins=None, *, num_pages, max_running=100, max_prefill
         page_size=PAGE,
         max_running=max_running,
         max_prefill_tokens=max_prefill_tokens,
-        **more,
+        holds_all=holds_all,
     )
 
 
@@ -132,6 +133,15 @@ def test_the_youngest_gives_its_pages_to_the_oldest_and_comes_back_with_its_toke
     assert [(m.index, prefill.length) for m in prefill.members] == [(1, 5)]
 
 
+def test_the_youngest_gives_way_to_itself():
+    scheduler = scheduler_of([1, 3], num_pages=2)
+    advance(scheduler)
+    advance(scheduler)  # 3 and 5 tokens
+    step = advance(scheduler)
+    assert ([s.index for s in step.decodes], step.grown, step.prefills) == ([0], [], [])
+    assert (scheduler.preemptions, scheduler.waiting, scheduler.blocks.free) == (1, 1, 1)
+
+
 def test_places_limit_the_batch_and_are_filled_when_a_sequence_ends():
     scheduler = scheduler_of([1, 2, 3], num_pages=100, max_running=2)
     assert [s.index for s in advance(scheduler, ends=[1]).drawing] == [0, 1]
@@ -161,6 +171,7 @@ def test_the_prompts_of_a_step_are_limited(lengths, most, by_step):
         ([0, 0, 0, 0, 4], 5, False, 4),
         ([0, 0, 0, 0, 4], 6, False, 5),
         ([0, 0, 0, 0, 4], 5, True, 5),
+        ([0, 0, 0, 0, 4], 4, True, 4),
         ([0, 0, 0, 3], 4, False, 4),
         ([0] * 8 + [8], 10, False, 8),
         ([0] * 8 + [8], 11, False, 9),
