@@ -59,8 +59,7 @@ class TokenChoice:
     def draw(self, logits: Tensor, sequences: np.ndarray, lengths: np.ndarray) -> Draw:
         """The next token of `sequences` [n], which have `lengths` [n] tokens, from logits [n, vocab]."""
         drawn = self._draw(logits, sequences, lengths)
-        is_none = drawn.logprobs.isnan() | drawn.untruncated.isnan()
-        return replace(drawn, tokens=drawn.tokens.masked_fill(is_none, _NO_TOKEN))
+        return replace(drawn, tokens=drawn.tokens.masked_fill(drawn.logprobs.isnan(), _NO_TOKEN))
 
     def _draw(self, logits: Tensor, sequences: np.ndarray, lengths: np.ndarray) -> Draw:
         options = self.options
@@ -117,7 +116,7 @@ class TokenChoice:
         numbers = np.empty(len(given))
         for block in np.unique(given // _UNIFORMS_AT_ONCE).tolist():
             if block not in self._uniforms:
-                offsets = torch.arange(block * _UNIFORMS_AT_ONCE, (block + 1) * _UNIFORMS_AT_ONCE)
+                offsets = torch.arange(_UNIFORMS_AT_ONCE) + block * _UNIFORMS_AT_ONCE
                 positions = torch.from_numpy(self.prompt_lengths)[:, None] + offsets
                 self._uniforms[block] = uniform(*self.sample_key, self.ids[:, None], positions).numpy()
             is_here = given // _UNIFORMS_AT_ONCE == block
@@ -142,7 +141,7 @@ class DrawnTokens:
         """The rollouts of all sequences, in order."""
         sequences = torch.from_numpy(np.concatenate([s for s, _ in self.draws]))
         order = sequences.argsort(stable=True).to(device)  # by sequence, and by step within one
-        counts = sequences.bincount(minlength=len(prompts)).tolist()
+        counts = sequences.bincount().tolist()  # each has one at least
 
         def by_sequence(parts: list[Tensor]) -> list[Tensor]:
             return list(torch.cat(parts)[order].split(counts)) if parts else []

@@ -139,11 +139,10 @@ class DecodeGraphs:
         return is_large and is_same
 
     def _buffers(self, rows: int, width: int, x: Tensor) -> _Step:
-        device = self._like.device
         return _Step(
-            torch.zeros(rows, *x.shape[1:], dtype=x.dtype, device=device),
-            torch.zeros(rows, dtype=self.cache.kernels.lengths_dtype, device=device),
-            torch.zeros(rows, width, dtype=torch.int32, device=device),
+            self._like.new_zeros(rows, *x.shape[1:], dtype=x.dtype),
+            self._like.new_zeros(rows, dtype=self.cache.kernels.lengths_dtype),
+            self._like.new_zeros(rows, width, dtype=torch.int32),
         )
 
     def _compute(self, step: _Step) -> None:

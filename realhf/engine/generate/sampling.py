@@ -152,8 +152,7 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation
         torch.where(upper < total, upper - point, 1.0),
     )
     tokens = tokens.squeeze(-1)
-    picked = _pick(logprobs, tokens)
-    return Draw(tokens, picked, picked if logprobs is whole else _pick(whole, tokens), margins.squeeze(-1))
+    return Draw(tokens, _pick(logprobs, tokens), _pick(whole, tokens), margins.squeeze(-1))
 
 
 def replay(logits: Tensor, tokens: Tensor, temperature: float, truncation: Truncation = NO_TRUNCATION) -> Draw:

@@ -219,6 +219,9 @@ def test_pages_that_a_sequence_needs():
 
 
 def test_pages_are_counted_by_their_holders():
+    for wrong in (BlockManager(1).share, BlockManager(1).release):
+        with pytest.raises(AssertionError, match="page 0 is free"):
+            wrong(0)
     blocks = BlockManager(2)
     assert [blocks.allocate(), blocks.allocate(), blocks.free, blocks.size] == [0, 1, 0, 2]
     blocks.release(0)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from realhf.api.generation import GenerationOptions
 from realhf.engine.batch import Batch
+from realhf.engine.generate import choice as choice_module
 from realhf.engine.generate.choice import DrawnTokens, TokenChoice
-from realhf.engine.generate.sampling import Draw, uniform
+from realhf.engine.generate.sampling import Draw, Truncation, uniform
 from realhf.engine.interface import GenerationRequest
 
 CPU = torch.device("cpu")
@@ -123,6 +124,33 @@ def test_an_end_token_that_would_come_too_early_is_not_drawn() -> None:
     assert choice(temperature=0.0, min_new_tokens=2, eos_token=-1).draw(
         logits, np.array([1]), np.array([1])
     ).tokens.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("eos_token", "least", "given", "forbidden"),
+    [
+        (2, 2, [0, 3], [2, -1]),
+        (2, 2, [1, 1], [2, 2]),
+        (2, 2, [2, 3], None),
+        (-1, 2, [0, 0], None),
+        (0, 1, [0, 1], [0, -1]),
+    ],
+)
+def test_what_is_forbidden_is_the_end_token_where_it_would_come_too_early(
+    monkeypatch: pytest.MonkeyPatch, eos_token: int, least: int, given: list[int], forbidden: list[int] | None
+) -> None:
+    truncations: list[Truncation] = []
+
+    def noted(logits: Tensor, uniforms: Tensor, temperature: float, truncation: Truncation) -> Draw:
+        truncations.append(truncation)
+        return drawn(*[3] * len(logits))
+
+    monkeypatch.setattr(choice_module, "draw", noted)
+    made = choice(eos_token=eos_token, min_new_tokens=least, top_k=5, top_p=0.9)
+    made.draw(torch.zeros(2, 10), np.array([1, 3]), np.array([1 + number for number in given]))
+    [found] = truncations
+    assert (None if found.forbidden is None else found.forbidden.tolist()) == forbidden
+    assert (found.top_k, found.top_p) == (5, 0.9)
 
 
 def test_truncation_and_temperature_are_those_asked_for() -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.engine.generate.sampling import Truncation, draw, philox, replay, uniform
+from realhf.engine.generate import sampling
+from realhf.engine.generate.sampling import Truncation, draw, philox, replay, tempered_logprobs, uniform
 
 # Known answers of Philox-4x32-10 from the Random123 distribution (file kat_vectors): counter, key, output.
 KNOWN_ANSWERS = [
@@ -51,6 +52,13 @@ def test_uniform_belongs_to_the_key_and_not_to_the_call():
 def test_uniform_refuses_what_does_not_fit(seed, step):
     with pytest.raises(ValueError, match="does not fit"):
         uniform(seed, step, torch.tensor([0]), torch.tensor([0]))
+
+
+def test_uniform_takes_the_largest_seed_and_step():
+    ends = [uniform(seed, step, torch.tensor([2**32 - 1]), torch.tensor([2**32 - 1])).item()
+            for seed, step in ((0, 0), (2**64 - 1, 0), (0, 2**32 - 1))]  # fmt: skip
+    assert len(set(ends)) == 3
+    assert all(0 <= end < 1 for end in ends)
 
 
 def chi_square(counts: np.ndarray) -> float:
@@ -249,3 +257,54 @@ def test_a_row_that_is_no_distribution_has_no_probability_and_stays_in_the_vocab
     drawn = draw(logits, torch.full((3,), 0.5, dtype=torch.float64), temperature, Truncation(**settings))
     assert drawn.untruncated.isnan().tolist() == [False, True, True]
     assert ((drawn.tokens >= 0) & (drawn.tokens < 3)).all()
+
+
+def test_what_leaves_nothing_out_changes_nothing():
+    logprobs = torch.randn(2, 4).log_softmax(-1)
+    for truncation in (Truncation(), Truncation(top_k=4), Truncation(top_k=9), Truncation(top_p=1.0)):
+        assert truncation(logprobs) is logprobs
+        assert truncation.without_forbidden(logprobs) is logprobs
+    assert Truncation(top_k=3)(logprobs).isinf().sum(1).tolist() == [1, 1]
+
+
+def test_draws_without_truncation_are_made_by_one_kernel(monkeypatch):
+    """Where it takes the logits: in float32 and bfloat16, at a temperature, with a number for each row."""
+    asked = []
+
+    def kernel(logits, uniforms, temperature, tokens=None):
+        asked.append((uniforms is None, temperature, tokens))
+        return torch.tensor([7]), torch.tensor([-1.0]), torch.tensor([0.25], dtype=torch.float64)
+
+    monkeypatch.setattr(sampling.fused, "draw", kernel)
+    logits, half = torch.zeros(1, 3), torch.tensor([0.5], dtype=torch.float64)
+    drawn = draw(logits, half, 0.5)
+    assert (drawn.tokens, drawn.logprobs, drawn.untruncated, drawn.margins) == (7, -1.0, -1.0, 0.25)
+    given = torch.tensor([2])
+    replayed = replay(logits, given, 2.0)
+    assert (replayed.tokens, replayed.logprobs, replayed.untruncated, replayed.margins) == (2, -1.0, -1.0, 0.25)
+    assert asked == [(False, 0.5, None), (True, 2.0, given)]
+    for truncation in (Truncation(top_k=1), Truncation(top_p=0.9), Truncation(forbidden=torch.tensor([-1]))):
+        draw(logits, half, 1.0, truncation)
+        replay(logits, given, 1.0, truncation)
+    for temperature in (0, 0.0):
+        draw(logits, None, temperature)
+        draw(logits, half, temperature)
+        replay(logits, given, temperature)
+    draw(logits.double(), half, 1.0)
+    assert len(asked) == 2
+    with pytest.raises(AssertionError, match="needs random numbers"):
+        draw(logits, None, 1.0)
+
+
+def test_replay_at_temperature_0_is_of_the_whole_distribution():
+    logits = logits_of(0.7, 0.3)[None]
+    replayed = replay(logits, torch.tensor([1]), 0.0, Truncation(top_k=1))
+    assert replayed.logprobs.exp().tolist() == replayed.untruncated.exp().tolist() == pytest.approx([0.3])
+
+
+def test_log_probabilities_are_in_float32_at_least():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
+        assert tempered_logprobs(torch.zeros(1, 4, dtype=dtype), 0.5).dtype == expected
+    logits = logits_of(1.0, 4.0)[None]
+    for temperature, expected in ((0, [0.2, 0.8]), (1, [0.2, 0.8]), (0.5, [1 / 17, 16 / 17]), (2.0, [1 / 3, 2 / 3])):
+        assert tempered_logprobs(logits, temperature).exp()[0].tolist() == pytest.approx(expected)
