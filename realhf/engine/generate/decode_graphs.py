@@ -208,7 +208,7 @@ class KeptWorkspace:
 
     def of_call(self, decoder: Decoder, graphs: GraphLife) -> DecodeWorkspace:
         """The workspace for a call whose graphs live so long."""
-        if graphs != "kept" or not self._is_possible:
+        if graphs != "kept":
             self.forget()
         if self.workspace is not None:
             return self.workspace

@@ -175,7 +175,8 @@ def own_token_names(config: DecoderConfig) -> set[str]:
 def sum_over(group: dist.ProcessGroup, views: Sequence[Tensor]) -> None:
     """Leaves in every view the sum over the group, with one collective for all of them."""
     if len(views) == 1:
-        dist.all_reduce(views[0], group=group)
+        [only] = views
+        dist.all_reduce(only, group=group)
     elif views:
         total = torch.cat([view.flatten() for view in views])
         dist.all_reduce(total, group=group)

@@ -238,3 +238,5 @@ def test_ranks_with_other_units_learn_it_at_the_first_message() -> None:
     done, raised, _ = carried_out([[[G0]], [[G0]]], [UNITS, (*UNITS[:-1], "lm_head")])
     assert done == [[], []]
     assert all("rank 0 in none, with the units " in str(error) for error in raised)
+    _, raised, _ = carried_out([[Point.STEP], [Point.STEP]], [(), UNITS])
+    assert all("rank 0 in none, with the units 00000000, rank 1 in none, with " in str(error) for error in raised)

@@ -1,5 +1,6 @@
 """One rank's parameters in layouts of several: which gradients are summed over which ranks, who needs which unit."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -166,6 +167,8 @@ def test_modules_are_connected_with_the_units_that_they_need(
 
 def test_slices_of_a_head_are_there_for_their_use_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     connected: list[tuple[Any, ...]] = []
+    modules: list[nn.Module] = []
+    monkeypatch.setattr(Gathering, "connect", lambda self, module, needed, backward: modules.append(module))
     monkeypatch.setattr(
         Gathering, "connect_weight", lambda self, parameter, *units: connected.append((parameter, units))
     )
@@ -176,7 +179,46 @@ def test_slices_of_a_head_are_there_for_their_use_alone(monkeypatch: pytest.Monk
         "lm_head.slices.0.weight": ["lm_head.slices.0"],
         "lm_head.slices.1.weight": ["lm_head.slices.1"],
     }
-    assert of.vectors.gathering is not None
+    assert len(modules) == len(of.vectors.gathered) - 2, "the others as modules"
+
+
+def test_what_is_gathered_is_there_within_a_pass_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gathering, "computing", lambda self: "computing")
+    monkeypatch.setattr(Gathering, "whole", lambda self: "whole")
+    of = parameters(ONE, ParallelStrategy(dp=2), 0, "fsdp", data=Group("data"))
+    assert (of.computing(), of.whole()) == ("computing", "whole")
+
+
+def test_each_rank_holds_its_shards_from_the_first_element_on() -> None:
+    """Every element of every parameter is held by one of two ranks, or by one after the other."""
+    held: dict[str, list[Any]] = {}
+    for rank in range(2):
+        of = parameters(ONE, ParallelStrategy(dp=2), rank, "fsdp", data=Group("data"))
+        places = sorted((at, at + box.size) for box, at in of._held)
+        assert places[0][0] == 0
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+        assert places[-1][1] <= len(of.flat)
+        for box, tensor in of.held():
+            assert tensor.shape == box.shape
+            held.setdefault(box.name, []).append(box)
+    whole = {
+        name: parameter.numel() for name, parameter in parameters(ONE, ParallelStrategy()).decoder.named_parameters()
+    }
+    assert {name: sum(box.size for box in boxes) for name, boxes in held.items()} == whole
+
+
+def test_gradients_are_completed_unit_by_unit_before_and_after_those_of_other_ranks(
+    summed: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = parameters(TIED, ParallelStrategy(pp=2), tied=Group("tied"))
+    of.attach_gradients(torch.float32)
+    for name in ("reduce_gathered", "reduce_others", "publish", "zero_gradients"):
+        monkeypatch.setattr(of.vectors, name, lambda name=name: summed.append((name, 0)))
+    of.reduce_gradients(sequence_parallel=False)
+    of.publish()
+    of.zero_gradients()
+    names = ["reduce_gathered", "tied", "reduce_others", "publish", "zero_gradients"]
+    assert [name for name, _ in summed] == names
 
 
 def test_without_shards_everything_is_there_at_all_times() -> None:

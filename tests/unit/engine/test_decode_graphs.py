@@ -1,5 +1,6 @@
 """Decode steps padded to buckets and replayed over buffers that stay, against the same generation without."""
 
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -301,6 +302,21 @@ def test_pages_that_are_used_again_are_harmless():
     cache._values.fill_(torch.nan)
     assert workspace.of_batch(*asked)[0] is cache
     assert (cache._values == 0).all()
+
+
+def test_old_pages_are_free_before_there_are_new_ones(monkeypatch):
+    decoder, workspace = decoder_of(tiny(num_layers=1)), DecodeWorkspace(EagerCapture())
+    kernels, is_gone = TorchKernels(), []
+
+    def made(*arguments):
+        is_gone.append(old() is None)
+        return KVCache(*arguments)
+
+    old = weakref.ref(workspace.of_batch(0, decoder, kernels, CacheSizes(2, 1, 1))[0])
+    assert old() is not None
+    monkeypatch.setattr(decode_graphs, "KVCache", made)
+    workspace.of_batch(0, decoder, kernels, CacheSizes(4, 1, 1))
+    assert is_gone == [True]
 
 
 @pytest.mark.parametrize("is_possible", [True, False])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.architecture.decoding import PAGE_TOKENS as PAGE
-from realhf.engine.generate import paged_attention
+from realhf.engine.generate import kv_cache, paged_attention
 from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
 from realhf.engine.generate.paged_attention import (
     CppKernels,
@@ -99,10 +99,12 @@ def test_copied_pages_hold_the_same_in_all_layers(kernels):
         assert torch.equal(store[:, [0, 1, 2, 3]], old[:, [0, 1, 0, 1]])
 
 
-def test_what_the_kernels_read_of_a_page_is_zero_at_first(kernels):
+def test_what_the_kernels_read_of_a_page_is_zero_at_first(kernels, monkeypatch):
     """Where they read behind the end of a sequence: what was there before must be finite."""
     for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(kv_cache, "_empty_like", lambda like, shape: torch.full(shape, torch.nan, dtype=like.dtype))
         cache = KVCache(LAYERS, 4, 2, 8, torch.empty(0, dtype=dtype))
+        assert [bool((store == 0).all()) for store in (cache._keys, cache._values)] == [cache.kernels.reads_behind] * 2
         assert cache.size_bytes == 2 * 2 * 4 * PAGE * 2 * 8 * dtype.itemsize
         assert list(cache.keys) == list(cache.values) == [3, 4]
         for store in (cache._keys, cache._values):
