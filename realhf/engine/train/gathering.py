@@ -97,7 +97,6 @@ class Gathering:
         self._in_order = list(units.values())
         self._numbers = {unit: number for number, unit in enumerate(self._in_order)}
         self._agreement = Agreement(list(units), self._exchange, self._take_part)
-        self._at_most = 1  # units that may have memory
         self._ending: int | None = None  # the backward pass that will wait at its end
         self._history: _History = (None, None, False)
         self._next: dict[_History, GatheredUnit | None] = {}  # what followed the last time
@@ -227,7 +226,7 @@ class Gathering:
         self._next[self._history] = needed[0]
         self._history = (self._history[1], needed[0], torch.is_grad_enabled())
         self._in_use = list(needed)
-        self._at_most = max(len(needed), 2 if self._prefetch else 1)
+        self._at_most = max(len(needed), 2 if self._prefetch else 1)  # units that may have memory
         wanted = list(needed)
         following = self._next.get(self._history)
         if len(needed) < self._at_most and following is not None:

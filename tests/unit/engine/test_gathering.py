@@ -13,6 +13,7 @@ from realhf.engine.train.divided import DividedParameters
 from realhf.engine.train.gathering import GatheredUnit, Gathering
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import FlatLayout, Unit
+from realhf.parallel.gradients import has_sink
 
 ROWS, COLUMNS = 8, 16  # of a matrix, as many elements as two aligned shards have
 
@@ -30,7 +31,7 @@ class Peer:
     made of what rank 0 says; by default the same."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.group, self.log, self.asks = Group(), [], []  # type: ignore[var-annotated]
+        self.group, self.log, self.asks, self.waits = Group(), [], [], 0  # type: ignore[var-annotated]
         self.names: dict[int, str] = {}
         for module in (gathering, divided):
             monkeypatch.setattr(module, "reduce_scatter", self.reduce_scatter)
@@ -70,6 +71,7 @@ class Work:
         self.peer, self.flat = peer, flat
 
     def wait(self) -> None:
+        self.peer.waits += 1
         if self.flat is not None:
             self.flat.chunk(2)[1].fill_(3.0)
 
@@ -209,6 +211,64 @@ def test_a_unit_that_a_peer_alone_needs_is_lent_for_as_long(peer: Peer) -> None:
     assert gradient.tolist() == [100.0] * 64, "zeros are added where there is none"
 
 
+def test_memory_is_given_back_when_nothing_arrives_there_any_more(peer: Peer) -> None:
+    gathered = GatheredUnit(unit("x").flat, torch.zeros(64))
+    gathered.start_gather(peer.group)  # type: ignore[arg-type]
+    assert peer.waits == 0
+    gathered.free()
+    assert peer.waits == 2
+
+
+def test_a_step_ends_when_all_ranks_have_reduced(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(peer, "ab")
+    for name in ("reduce", "meet"):
+        monkeypatch.setattr(rank.gathering, name, lambda *what, name=name: peer.log.append((name, *what)))
+    rank.vectors.reduce_gathered()
+    assert peer.log == [("reduce",), ("meet", Point.STEP)]
+
+
+class Direct(torch.autograd.Function):
+    """Reads a parameter in its backward pass that autograd has not kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seen: list[int]) -> Tensor:
+        ctx.weight, ctx.seen = weight, seen
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.seen.append(ctx.weight.untyped_storage().nbytes())
+        return grad * 2, torch.ones(ROWS, COLUMNS, dtype=torch.float64), None
+
+
+@pytest.mark.parametrize("needs_values", [True, False])
+def test_a_backward_pass_finds_what_it_needs_or_nothing(peer: Peer, needs_values: bool) -> None:
+    """Gradients of others are reduced before it makes its own."""
+
+    class Module(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Direct.apply(x, self.weight, seen)  # type: ignore[no-any-return]
+
+    seen: list[int] = []
+    rank = Rank(peer, "ab", prefetch=False)
+    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    modules = [Module(rank.parameters[f"{name}.weight"]) for name in "ab"]
+    for name, module in zip("ab", modules, strict=True):
+        rank.gathering.connect(module, [rank.units[name]], backward=needs_values)
+    with rank.gathering.computing():
+        x = torch.ones((), dtype=torch.float64, requires_grad=True)
+        modules[1](modules[0](x)).backward()
+    again = ["gather a"] * needs_values
+    assert peer.log == ["gather a", "gather b", "reduce", *again]
+    assert [size > 0 for size in seen] == [True, needs_values]
+    rank.vectors.reduce_gathered()
+    assert peer.log[-1] == "reduce"
+
+
 def test_gradients_of_a_pass_that_failed_are_forgotten(peer: Peer) -> None:
     rank = Rank(peer, "ab")
     rank.vectors.attach_gradients(rank.parameters, torch.float64)
@@ -298,6 +358,7 @@ def test_gradients_of_each_mode_are_completed_in_its_way_and_updates_are_told(pe
     for mode in MODES[:2]:
         parameter = parameters[f"{mode}.weight"]
         assert parameter.requires_grad
+        assert has_sink(parameter), "large gradients are added to it without autograd"
         assert parameter.grad.dtype == torch.float32
         parameter.grad.add_(1)
     assert vectors.gradient.tolist() == [1.0] * 256 + [0.0] * 64
@@ -319,6 +380,7 @@ def test_a_whole_unit_is_read_and_written(peer: Peer, mixed: Any) -> None:
         name = f"{of.name}.weight"
         with vectors.written_unit(of) as views:
             views[name].copy_(torch.arange(128).view(ROWS, COLUMNS))
+        assert all(each.arena.flat.untyped_storage().nbytes() == 0 for each in vectors.gathered.values())
         kept = vectors.flat[vectors.kept[of]]
         assert kept.tolist() == list(range(len(kept)))
         with vectors.whole_unit(of) as views:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from realhf.api.generation import GenerationOptions
+from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 from realhf.engine.generate import loop
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
@@ -138,16 +139,16 @@ class Workspace(DecodeWorkspace):
 @pytest.mark.parametrize(
     ("micro_batches", "tokens", "sizes"),
     [
-        (1, None, (0, 4, 3, 2)),  # 1, 1 and 2 pages
-        (2, None, (0, 3, 2, 2)),
-        (3, None, (0, 2, 1, 2)),
-        (1, 63, (0, 3, 3, 2)),
-        (1, 1000, (0, 4, 3, 2)),
+        (1, None, (0, 5, 3, 3)),  # 1, 1 and 3 pages
+        (2, None, (0, 4, 2, 3)),
+        (3, None, (0, 3, 1, 3)),
+        (1, 79, (0, 4, 3, 3)),
+        (1, 1000, (0, 5, 3, 3)),
     ],
 )
 def test_the_sizes_of_a_call(decoder: Decoder, micro_batches: int, tokens: int | None, sizes: tuple[int, ...]) -> None:
-    """Rows at most, pages for all that run, and pages of the longest one: of 12 + 5 tokens, the last never kept."""
-    batch = Batch((1, 2, 3), {"prompt": [torch.tensor([3] * length) for length in (2, 11, 12)]})
+    """Rows at most, pages for all that run, and pages of the longest one: of 30 + 5 tokens, the last never kept."""
+    batch = Batch((1, 2, 3), {"prompt": [torch.tensor([3] * length) for length in (2, 11, 30)]})
     workspace = Workspace()
     generate(decoder, batch, request(micro_batches=micro_batches, kv_cache_tokens=tokens), workspace)
     assert workspace.asked == [sizes]
@@ -175,3 +176,17 @@ def test_a_rank_without_outputs_has_none(monkeypatch: pytest.MonkeyPatch, decode
     output, report = generate(decoder, BATCH, request())
     assert output == GenerationOutput()
     assert report.steps == 5
+
+
+def test_a_budget_is_divided_among_the_parts_of_a_batch(decoder: Decoder) -> None:
+    batch = Batch((1, 2), {"prompt": [torch.tensor([3] * length) for length in (30, 20)]})
+    runs, workspace = [range(0, 1), range(1, 2)], Workspace()
+    for place in range(2):
+        loop._running_batch(decoder, batch, request(kv_cache_tokens=96), workspace, runs, place)
+    assert workspace.asked == [(0, 3, 1, 3), (1, 2, 1, 2)]
+    message = (
+        r"^kv_cache_tokens=95 is room for 2 pages of 16 tokens in each of 2 parts of the batch, and one sequence of 34 "
+        r"tokens needs 3; set it to at least 96$"
+    )
+    with pytest.raises(UserError, match=message):
+        loop._running_batch(decoder, batch, request(kv_cache_tokens=95), workspace, runs, 0)

@@ -115,6 +115,11 @@ def test_what_the_kernels_read_of_a_page_is_zero_at_first(kernels, monkeypatch):
         assert is_zero == [cache.kernels.reads_behind] * 2
 
 
+def test_pages_lie_on_the_device_of_the_model():
+    made = kv_cache._empty_like(torch.empty(0, dtype=torch.bfloat16, device="meta"), (2, 3))
+    assert (made.device.type, made.dtype, made.shape) == ("meta", torch.bfloat16, (2, 3))
+
+
 def test_what_kernels_say_of_themselves():
     said = [(k.page, k.lengths_dtype, k.reads_behind, k.gathers) for k in (CppKernels, FlashKernels)]
     assert said == [(16, torch.int64, False, False), (256, torch.int32, False, False)]
