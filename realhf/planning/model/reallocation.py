@@ -129,9 +129,8 @@ def contains_home(model: DecoderConfig, home: Layout, layout: Layout) -> bool:
     on each."""
     if layout.mesh != home.mesh or layout == home:
         return False
-    has_groups = layout.strategy.micro_dp != (1, 1)  # with which it contains the home, and a look takes long
-    is_grouped = has_groups and grouped_like(home, layout, model.num_layers) == layout
-    return is_grouped or contains(layout, home, model.num_layers)
+    # With groups it contains the home, and a look takes long.
+    return grouped_like(home, layout, model.num_layers) == layout or contains(layout, home, model.num_layers)
 
 
 def moved_to_groups(model: DecoderConfig, home: ParallelStrategy, target: ParallelStrategy) -> tuple[int, int]:
