@@ -172,6 +172,7 @@ def test_grouped_pairs_of_a_table() -> None:
     targets = [
         layout(4, 2, 1), layout(4, 4, 1), layout(4, 2, 1, first=4), layout(8, 2, 1), layout(4, 1, 2), layout(8, 4, 1),
         layout(8, 2, 2), layout(4, 1, 1, first=4), layout(2, 2, 1),
+        layout(4, 1, 1),
     ]  # fmt: skip
     expected = {}
     for row, home in enumerate(homes):
@@ -184,7 +185,9 @@ def test_grouped_pairs_of_a_table() -> None:
             expected[place] = move.seconds(moved, target.mesh, crosses_nodes=crosses)
     found = list(grouped_reallocations(move, homes, targets))
     assert dict(found) == pytest.approx(expected)
-    assert len(found) == len(expected) == 9
+    assert len(found) == len(expected) > 9
+    assert not {2 * len(targets) + column for column in range(len(targets))} & set(expected)
+    assert 6 * len(targets) + len(targets) - 1 in expected, "but where its parameters are not divided"
     assert len(set(expected.values())) >= 4
 
 
