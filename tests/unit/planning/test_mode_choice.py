@@ -196,6 +196,8 @@ def test_slices_are_as_wide_as_the_widest() -> None:
     found = chooser()._slice(alike(shape=(3, 100)), 3, 0)
     assert found.zero1[1] == 128 * 8 + 128 * 2
     assert found.sharded[1] == 256 // 4 * 16
+    tall = chooser()._slice(alike(shape=(256, 100)), 3, 0)
+    assert (tall.zero1[1], tall.sharded[1]) == (34 * 256 * 10, 34 * 256 // 4 * 16)
     odd = chooser(strategy=(3,))._slice(alike(shape=(1, 64)), 1, 0)
     assert odd.zero1[1] == 64 * 8 + 171  # 64 x 8 / 3, rounded up
 
