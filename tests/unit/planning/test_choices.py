@@ -29,8 +29,8 @@ from realhf.planning.model.gaussian import standard_draws
 from realhf.planning.model.profile import PARTS
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import Option
-from realhf.planning.predict import Prediction
-from realhf.planning.task import PlanningTask
+from realhf.planning.predict import Prediction, predict
+from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
 
 TASK = task_of(ppo(), **settings(ppo(), cpu_cluster(4)))
@@ -641,6 +641,20 @@ def test_errors_of_calls_are_drawn_by_their_names() -> None:
     expected = np.exp(0.1 * normal("run") + 0.2 * normal("a") + 0.3 * normal("a: dp2"))
     assert draws._error("a", "dp2", sizes) == pytest.approx(expected)
     assert replace(draws, errors=False)._error("a", "dp2", sizes) == pytest.approx([1, 1, 1])
+
+
+def test_without_doubt_a_draw_is_the_prediction_whatever_the_steps_in_flight() -> None:
+    """Those of the plan count, and not the task's."""
+    graph = with_staleness(ppo(), 1)
+    task = task_of(graph, **settings(graph, cpu_cluster(2)))
+    calls = {name: CallPlan(devices=(int(name == "actor_generate"), 1)) for name in graph.model_calls}
+    found = []
+    for in_flight in (1, 2, 3):
+        prediction = predict(task, structs.replace(task.plan(calls), max_steps_in_flight=in_flight))
+        draws = Draws(task, (), np.ones((2, 0)), errors=False).of(prediction)
+        assert draws.step_s == pytest.approx([prediction.step_s] * 2)
+        found.append(prediction.step_s)
+    assert found[2] != pytest.approx(found[1])
 
 
 ALL = ("inter_node_bandwidth", "intra_node_latency_s", "host_bandwidth", "reallocation", "memory_bandwidth")
