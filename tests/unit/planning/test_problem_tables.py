@@ -490,6 +490,7 @@ def test_a_problem_comes_back_from_its_file(tmp_path: Path) -> None:
     rows = {"a": row((0, 1), 1.0), "b": row((0, 1), 2.0)}
     problem = problem_of(rows, {"b": [("move", 0)]}, transfers=[moving([3.0])])
     assert PlannedFile.of(problem).problem() == problem
+    assert problem.unit_us == 1_000_000, "a second"
     path = tmp_path / "problem.json"
     path.write_bytes(problem_bytes(PlannedFile.of(problem)))
     assert load_problem(path) == problem
