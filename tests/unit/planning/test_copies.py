@@ -124,6 +124,7 @@ def test_a_kept_copy_counts_until_the_taker_has_its_own() -> None:
 def test_a_copy_that_is_taken_over_counts_once() -> None:
     same = row(1, 2, "halves", dynamic_bytes=40, copy_bytes=7)
     assert peaks(same) == [1100, 40 + 7, 40 + 40 + 7]
+    assert peaks(same, takers=2) == [1100, 40 + 7, 40 + 40 + 7]
 
 
 def test_the_source_sends_and_not_the_home() -> None:
