@@ -1,6 +1,7 @@
 """Names of reward functions, as users give them: parsed, loaded, and checked against the columns of the data."""
 
 import ast
+import contextlib
 import inspect
 import math
 import re
@@ -176,10 +177,8 @@ def _call_of(source: RewardSource) -> tuple[str, dict[str, Any]]:
         case ast.Name(id=name):
             return name, {}
         case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords) if all(k.arg for k in keywords):
-            try:
+            with contextlib.suppress(ValueError):  # it is no plain value
                 return name, {str(k.arg): ast.literal_eval(k.value) for k in keywords}
-            except ValueError:
-                raise wrong from None
     raise wrong
 
 
