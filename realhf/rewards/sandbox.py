@@ -212,8 +212,7 @@ def _unnamed_file(content: object) -> Iterator[IO[bytes]]:
     """A file with this content as JSON, to be read from its beginning."""
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(content).encode())
-        file.flush()
-        file.seek(0)
+        file.seek(0)  # which writes it out
         yield file
 
 
@@ -249,7 +248,7 @@ def _used_bytes(folder: str, entries: int) -> float:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
         except FileNotFoundError:
-            continue
+            pass
         except OSError:  # a path that is too long, or a folder that cannot be read
             return math.inf
     return total
@@ -285,14 +284,13 @@ def _own_folder() -> Iterator[str]:
 def remove_tree(folder: str) -> None:
     """Removes a folder that nobody changes any more, however deep it is: folders within folders are moved to its top
     first, so that no path is long and nothing recurses. Warns if it has more than 2^20 entries, and leaves the rest."""
-    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    top = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         prefix = f"removed-{secrets.token_hex(8)}"  # no name of the program's
         count, pending = 0, _emptied(top, top, f"{prefix}-0")
         while pending and count < _MOST_ENTRIES:
             name = pending.pop()
-            os.chmod(name, 0o700, dir_fd=top)  # a program may have made it without rights
-            opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            opened = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
             try:
                 pending += _emptied(opened, top, f"{prefix}-{(count := count + 1)}")
             finally:
@@ -311,7 +309,7 @@ def _emptied(opened: int, top: int, prefix: str) -> list[str]:
     moved = []
     for i, name in enumerate(os.listdir(opened)):
         if stat.S_ISDIR(os.lstat(name, dir_fd=opened).st_mode):
-            os.chmod(name, 0o700, dir_fd=opened)
+            os.chmod(name, 0o700, dir_fd=opened)  # a program may have made it without rights
             target = f"{prefix}-{i}"
             os.rename(name, target, src_dir_fd=opened, dst_dir_fd=top)
             moved.append(target)

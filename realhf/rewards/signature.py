@@ -185,7 +185,8 @@ def recognise(function: Function, name: str) -> Signature:
             "response, ...), in lists as (prompts, responses, ...), as TRL's (prompts, completions, **kwargs) or as "
             "verl's (data_source, solution_str, ground_truth, extra_info)"
         )
-    style, is_plural = _FORMS[found[0]]
+    [form] = found
+    style, is_plural = _FORMS[form]
     return Signature(
         style,
         is_plural or getattr(function, _BATCH_MARK, False),

@@ -378,6 +378,44 @@ def test_a_mapped_file_without_a_name_is_too_large(
     assert sandbox._unnamed_bytes(os.getpid(), str(tmp_path)) == expected
 
 
+# --- removing what is left
+
+
+@pytest.mark.parametrize(("depth", "is_left"), [(3, False), (4, True)])
+def test_so_many_folders_are_removed_and_no_more(
+    depth: int, is_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is made accessible, opened as a folder, and closed."""
+    monkeypatch.setattr(sandbox, "_MOST_ENTRIES", 3)
+    tree = tmp_path / "tree"
+    (tree / Path(*"abcd"[:depth])).mkdir(parents=True)
+    (tree / "a" / "file").touch()
+    (tree / "link").symlink_to(tmp_path)
+    modes: list[int] = []
+    flags: list[int] = []
+    real_open, real_chmod = os.open, os.chmod
+
+    def chmod(name: str, mode: int, *, dir_fd: int) -> None:
+        modes.append(mode)
+        real_chmod(name, mode, dir_fd=dir_fd)
+
+    def opened(name: str, how: int, **options: Any) -> int:
+        flags.append(how)
+        return real_open(name, how, **options)
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "chmod", chmod)
+        patched.setattr(os, "open", opened)
+        sandbox.remove_tree(str(tree))
+    assert os.listdir("/proc/self/fd") == before
+    assert modes == [0o700] * depth
+    assert flags == [os.O_DIRECTORY | os.O_NOFOLLOW] * 4
+    assert tree.exists() == is_left
+    assert bool(caplog.records) == is_left
+    assert tmp_path.exists()
+
+
 # --- all of it
 
 

@@ -36,7 +36,9 @@ class Scalar:
     ],
 )
 def test_numbers(value: Any, number: float | None) -> None:
-    assert as_reward(value) == number
+    found = as_reward(value)
+    assert found == number
+    assert type(found) is type(number)
 
 
 @pytest.mark.parametrize(
