@@ -51,6 +51,7 @@ def _value(number: str) -> float | None:
         return None
     top, _, bottom = number.replace(",", "").partition("/")
     try:
-        return float(top) / (float(bottom) if bottom else 1.0)
+        value: float | None = float(top) / (float(bottom) if bottom else 1.0)
     except (ValueError, ZeroDivisionError, OverflowError):
-        return None
+        value = None
+    return value

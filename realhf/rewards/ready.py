@@ -92,7 +92,7 @@ def math_verify(column: str = "answer") -> Function:
 
 def overlong(max_tokens: int, cache_tokens: int) -> Function:
     """DAPO's punishment of long responses, see `soft_overlong_punishment`."""
-    soft_overlong_punishment(0, max_tokens, cache_tokens)
+    soft_overlong_punishment(max_tokens, max_tokens, cache_tokens)  # which looks at the two
 
     def reward(response: str, response_length: int) -> float:
         return soft_overlong_punishment(response_length, max_tokens, cache_tokens)

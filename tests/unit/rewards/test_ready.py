@@ -119,6 +119,7 @@ def test_numeric() -> None:
     assert reward("numeric(tolerance=0.01)", "so 18.01", answer=18) == 1
     assert reward("numeric", "no idea", answer=18) == 0
     assert reward("numeric(column='label')", "1", label=1) == 1
+    assert reward("numeric(column='label')", "1", label=True) == 1
     with pytest.raises(ValueError, match="has no number: 'unknown'"):
         reward("numeric", "1", answer="unknown")
 
