@@ -57,6 +57,8 @@ def test_the_length_stands_before_a_message_in_four_bytes() -> None:
 def test_what_is_no_message_is_an_error(of: Any) -> None:
     with pytest.raises(msgspec.MsgspecError):
         Frames(of).add(b"\0\0\0\1\xc1")
+    with pytest.raises(msgspec.MsgspecError):
+        Frames(of).add(b"\0\0\0\0")  # nothing at all
 
 
 def arrived(row: dict[str, Any]) -> dict[str, Any]:

@@ -197,6 +197,12 @@ def test_what_is_no_data_stays_where_it_is(value: Any) -> None:
     assert KEPT.pack(Table(), value) == [["kept", type(value).__name__], []]
 
 
+def test_an_error_of_a_main_module_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main module of the other side is another one."""
+    monkeypatch.setattr(sys.modules["__main__"], "OwnError", OwnError, raising=False)
+    assert KEPT.pack(Table(), OwnError) == [["kept", "type"], []]
+
+
 def test_a_node_that_is_no_data_is_looked_for() -> None:
     assert KEPT.unpack(Table(), [["mine", 3], []]) == ("found", ["mine", 3])
 
