@@ -40,9 +40,7 @@ def safe_pairwise(chosen: Tensor, rejected: Tensor, batch: Batch, pairs: PairLos
     ]
     loss = F.safe_pairwise_loss(chosen, rejected, *signs) + _pull(chosen, rejected, pairs)
     stats = _stats(rejected, chosen) | {"chosen_score": mean_of(chosen), "rejected_score": mean_of(rejected)}
-    known = torch.cat(
-        [cost[sign != 0] * sign[sign != 0] > 0 for cost, sign in zip((chosen, rejected), signs, strict=True)]
-    )
+    known = torch.cat([(cost.sign() == sign)[sign != 0] for cost, sign in zip((chosen, rejected), signs, strict=True)])
     return loss, stats | ({"unsafe_accuracy": mean_of(known)} if len(known) else {})
 
 

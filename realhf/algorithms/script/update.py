@@ -178,9 +178,8 @@ class _Loss:
         if is_scalar and self.term.rows == "pairs":
             return at_least_fp32(head)[last_positions(lengths, head.device)[rows]], None
         positions = predicting_positions(lengths, [len(prompt) for prompt in prompts], head.device)
-        if len(rows) < len(lengths):
-            each = positions.split([n - len(prompt) for n, prompt in zip(lengths, prompts, strict=True)])
-            positions = torch.cat([each[row] for row in rows])
+        each = positions.split([n - len(prompt) for n, prompt in zip(lengths, prompts, strict=True)])
+        positions = torch.cat([each[row] for row in rows])
         if is_scalar:
             return at_least_fp32(head)[positions], None
         tokens = part.packed("seq").values[positions + 1]

@@ -333,6 +333,16 @@ def test_what_stays_where_it_is_keeps_nobody_from_sending() -> None:
     assert plan.rounds == ((Transfer(1, 2, Load((a,), 4)), Transfer(0, 3, Load((b,), 40))),)
 
 
+def test_the_device_that_receives_most_decides_how_much_goes_together() -> None:
+    """1,540 elements: 6 or more go together, two boxes of 5. Another device lacks one box."""
+    boxes = [rows(5 * place, 5 * place + 5) for place in range(308)]
+    other = rows(0, 5, "q")
+    plan = plan_reallocation({0: [*boxes, other]}, {1: boxes, 2: [other]}, bucket_bytes=40)
+    loads = [len(each.load.boxes) for each in plan.transfers if each.target == 1]
+    assert loads == [2] * 154
+    assert len(plan.rounds) == 155
+
+
 @pytest.mark.parametrize(("of_three", "sender"), [(3, 3), (5, 0)])
 def test_senders_are_loaded_evenly_in_bytes(of_three: int, sender: int) -> None:
     """Device 1 is busy with e, so 0 sends the 16 bytes of a; then c goes from who has less to send: 0, or 3 with d."""
