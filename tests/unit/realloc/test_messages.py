@@ -334,13 +334,12 @@ def test_what_stays_where_it_is_keeps_nobody_from_sending() -> None:
 
 
 def test_the_device_that_receives_most_decides_how_much_goes_together() -> None:
-    """1,540 elements: 6 or more go together, two boxes of 5. Another device lacks one box."""
-    boxes = [rows(5 * place, 5 * place + 5) for place in range(308)]
-    other = rows(0, 5, "q")
-    plan = plan_reallocation({0: [*boxes, other]}, {1: boxes, 2: [other]}, bucket_bytes=40)
-    loads = [len(each.load.boxes) for each in plan.transfers if each.target == 1]
-    assert loads == [2] * 154
-    assert len(plan.rounds) == 155
+    """2,563 elements in buckets of 10: a load is a whole bucket. Another device lacks 5, and has them in one."""
+    a, b, c = rows(0, 3, "a"), rows(0, 2560, "b"), rows(0, 5, "c")
+    plan = plan_reallocation({0: [a, b, c]}, {1: [a, b], 2: [c]}, bucket_bytes=40)
+    first, *_ = [each.load.boxes for each in plan.transfers if each.target == 1]
+    assert first == (a, rows(0, 7, "b"))
+    assert [each.load.boxes for each in plan.transfers if each.target == 2] == [(c,)]
 
 
 @pytest.mark.parametrize(("of_three", "sender"), [(3, 3), (5, 0)])
