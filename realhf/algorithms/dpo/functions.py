@@ -42,9 +42,7 @@ def dpo_pairs(chosen: Tensor, rejected: Tensor, batch: Batch, dpo: DPO) -> tuple
     good_tokens, bad_tokens = _answer_tokens(batch, "chosen", chosen), _answer_tokens(batch, "rejected", rejected)
     by_token = dpo.loss_type == "ipo"
     margin = good / good_tokens - bad / bad_tokens if by_token else good - bad
-    loss = F.dpo_loss(dpo.loss_type, margin, dpo.beta, dpo.label_smoothing)
-    if dpo.sft_coef:
-        loss = loss - dpo.sft_coef * chosen / good_tokens
+    loss = F.dpo_loss(dpo.loss_type, margin, dpo.beta, dpo.label_smoothing) - dpo.sft_coef * chosen / good_tokens
     return loss, {
         "pair_accuracy": mean_of(_share_right(good - bad, chosen.abs() + rejected.abs())),
         "chosen_reward": mean_of(dpo.beta * good),
