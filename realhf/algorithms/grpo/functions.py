@@ -111,7 +111,7 @@ def _surrogate(
 ) -> tuple[Tensor, Tensor]:
     """(loss, is_clipped) [responses]."""
     advantage = batch.packed("advantage").values
-    never = torch.zeros_like(advantage, dtype=torch.bool)
+    never = torch.zeros_like(advantage)
     match grpo.loss_type:
         case "cispo":
             return F.cispo_loss(log_ratio, logprob, advantage, grpo.ratio_cap)

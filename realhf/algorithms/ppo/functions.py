@@ -180,7 +180,7 @@ def ppo_value(value: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Ten
     if ppo.value_clip:
         loss, is_clipped = clipped_value_loss(value, batch.packed("value").values, returns, ppo.value_clip)
     else:
-        loss, is_clipped = value_loss(value, returns), torch.zeros_like(returns, dtype=torch.bool)
+        loss, is_clipped = value_loss(value, returns), torch.zeros_like(returns)
     return loss, {
         "value_clip_fraction": mean_of(is_clipped),
         "value_mean": mean_of(value),

@@ -45,11 +45,11 @@ class StopStrings:
     def _tail(self, response: np.ndarray) -> str:
         """The text of the last tokens, enough of them to contain any stop string that the last one completes."""
         count = self._tail_tokens
-        text = self._text(response[-count:])
-        while len(text) < self._tail_characters + _CONTEXT_TOKENS and count < len(response):
-            count *= 2
+        while True:
             text = self._text(response[-count:])
-        return text
+            if len(text) >= self._tail_characters + _CONTEXT_TOKENS or count >= len(response):
+                return text
+            count *= 2
 
     def _text(self, tokens: np.ndarray) -> str:
         text: str = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)

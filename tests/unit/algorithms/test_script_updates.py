@@ -453,6 +453,25 @@ def test_pairs_have_sums_of_logprobs(language_model: Any, context: Any) -> None:
     assert stats["actor_loss"][1] == 2.0
 
 
+def test_chosen_and_rejected_answers_of_three_pairs(language_model: Any, context: Any) -> None:
+    seen: list[list[float]] = []
+
+    def loss(chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
+        seen.extend([chosen.tolist(), rejected.tolist()])
+        return rejected - chosen
+
+    model, prompts = language_model(), [torch.tensor([1])] * 3
+    sides = {
+        "chosen": [torch.tensor([1, *answer]) for answer in ([2, 3], [4], [5, 5, 6])],
+        "rejected": [torch.tensor([1, *answer]) for answer in ([7], [3, 3, 2], [2])],
+    }
+    expected = [[x.sum().item() for x in logprobs_of(model, side, prompts)] for side in sides.values()]
+    batch = Batch((0, 1, 2), {"prompt": prompts, **sides})
+    view = View(tuple((key, key) for key in batch.data))
+    update(model, context, batch, term(loss_function(loss)(), view, rows="pairs"))
+    assert seen == [pytest.approx(values) for values in expected]
+
+
 def test_a_reduction_of_tokens_changes_nothing_for_pairs(language_model: Any, context: Any) -> None:
     batch, view = pairs()
     stats = [

@@ -306,7 +306,7 @@ def test_columns_are_checked_before_a_process_starts(make: Any) -> None:
         ({"rewards": ()}, "names no reward function"),
         ({"rewards": ("r.py:f=nan",)}, "not finite"),
         ({"on_error": "skip"}, "choose one of fail, zero, drop"),
-        ({"processes": -1}, "processes"),
+        ({"processes": -1}, r"processes \(0: by the cores\)"),
         ({"timeout_s": -1.0}, "timeout_s"),
         ({"seconds_per_sample": float("nan")}, "seconds_per_sample"),
     ],
