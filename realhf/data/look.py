@@ -51,13 +51,13 @@ def _in_loss(values: dict[str, Tokens], key: str) -> list[int]:
 
 def _text(opened: OpenDataset, tokens: Tokens, in_loss: Sequence[int]) -> str:
     """The text of tokens on one line."""
-    pieces, start = [], 0
+    text, start = "", 0
     for end in range(1, len(tokens) + 1):
         if end == len(tokens) or in_loss[end] != in_loss[start]:
             piece = opened.tokenizer.decode(tokens[start:end], skip_special=False)
-            pieces.append(f"[[{piece}]]" if in_loss[start] else piece)
+            text += f"[[{piece}]]" if in_loss[start] else piece
             start = end
-    return "".join(pieces).replace("\n", "\\n")
+    return text.replace("\n", "\\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -304,8 +304,7 @@ class TextTokenizer:
                 names += [entry["content"] if isinstance(entry, dict) else entry for entry in entries]
         there = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         missing = [AddedToken(name, special=True, normalized=False) for name in names if name not in there]
-        if missing:
-            self._tokenizer.add_special_tokens(missing)
+        self._tokenizer.add_special_tokens(missing)
 
     def _check_date(self) -> None:
         try:

@@ -163,6 +163,7 @@ PROMPT = [BEGIN, A, B, C]  # and a response of two tokens
         (9, 5, [BEGIN, B, C]),
         (2, None, [BEGIN, C]),
         (1, None, [C]),
+        (1, 9, [C]),
         (None, 3, [C]),
         (None, 2, None),
         (None, 1, None),

@@ -170,7 +170,9 @@ def test_every_file_that_decides_which_rows_are_kept_is_in_the_name(name: str, f
     assert len(names) == 3
 
 
-def test_the_name_of_kept_rows_does_not_depend_on_where_files_lie(folder: Path, cache: Path, tmp_path: Path) -> None:
+def test_the_name_of_kept_rows_does_not_depend_on_where_files_lie(
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"max_prompt_tokens": 3, "too_long": "drop"}
     dataset = make(folder, PromptDataset, [{"prompt": "ab"}], **options)
     shutil.copytree(folder, tmp_path / "elsewhere")
@@ -182,6 +184,9 @@ def test_the_name_of_kept_rows_does_not_depend_on_where_files_lie(folder: Path, 
     assert path != kept_rows._path(replace(dataset, max_prompt_tokens=4))
     assert dataset.kept_rows() is not None
     assert path.read_bytes() == bytes(8), "row 0, in eight bytes"
+    monkeypatch.setattr(kept_rows, "user_cache_path", lambda name: tmp_path / "new" / name)
+    dataset.kept_rows()
+    assert (tmp_path / "new/realhf/data" / path.name).read_bytes() == bytes(8)
 
 
 def test_processes_find_the_kept_rows_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
