@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -185,8 +186,9 @@ def test_the_name_of_kept_rows_does_not_depend_on_where_files_lie(
     assert dataset.kept_rows() is not None
     assert path.read_bytes() == bytes(8), "row 0, in eight bytes"
     monkeypatch.setattr(kept_rows, "user_cache_path", lambda name: tmp_path / "new" / name)
-    dataset.kept_rows()
-    assert (tmp_path / "new/realhf/data" / path.name).read_bytes() == bytes(8)
+    assert kept_rows.kept_on_disk(dataset) is None
+    kept_rows.keep_on_disk(dataset, np.array([3]))
+    assert (tmp_path / "new/realhf/data" / path.name).read_bytes() == b"\3" + bytes(7)
 
 
 def test_processes_find_the_kept_rows_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
