@@ -9,6 +9,7 @@ from realhf.transport.messages import Reply
 
 Clock = Callable[[], float]
 Thread = Literal["calls", "moves", "beside"]
+_NO_ID = -1  # before all ids
 NO_REQUEST = "no request"  # describes a worker that has answered all requests
 
 
@@ -41,7 +42,7 @@ class OpenRequests:
         check_reply(request, reply)
         assert request is not None
         queue.remove(reply.request_id)
-        if queue is queues["calls"] and reply.request_id < (queues["beside"].oldest_id or 0):
+        if queue is queues["calls"] and reply.request_id < queues["beside"].oldest_id:
             queues["beside"].busy_since = self._clock()  # it may have been handed on now, not before
         return request
 
@@ -99,8 +100,8 @@ class _Queue:
         self.busy_since = self._clock()
 
     @property
-    def oldest_id(self) -> int | None:
-        return next(iter(self.requests), None)
+    def oldest_id(self) -> int:
+        return next(iter(self.requests), _NO_ID)
 
     @property
     def oldest(self) -> Request:
@@ -114,8 +115,7 @@ class _Queue:
 
 def _is_not_handed_on(queues: Mapping[Thread, _Queue]) -> bool:
     """Whether the thread of calls has not come to the oldest call beside the devices."""
-    of_calls = queues["calls"].oldest_id
-    return of_calls is not None and of_calls < (queues["beside"].oldest_id or 0)
+    return 0 <= queues["calls"].oldest_id < queues["beside"].oldest_id
 
 
 def _reached(queues: Mapping[Thread, _Queue]) -> list[_Queue]:

@@ -69,6 +69,7 @@ def play(
     changing: tuple[str, ...] = ("actor",),
     trained: tuple[str, ...] = ("actor",),
     start_id: str = "",
+    versions: int = 1,
     **spec: Any,
 ) -> RunDirectory:
     """Runs `scenario` beside the saver's own task."""
@@ -78,7 +79,7 @@ def play(
         experiment=SimpleNamespace(seed=5, steps=9),
         settings=SimpleNamespace(batch_size=8),
         plan=ExecutionPlan(num_devices=2, calls={}),
-        graph=SimpleNamespace(models=dict.fromkeys(("actor", *changing), MODEL), versions_kept=lambda _: 1),
+        graph=SimpleNamespace(models=dict.fromkeys(("actor", *changing), MODEL), versions_kept=lambda _: versions),
         homes=dict.fromkeys(("actor", *changing), HOME),
         deadlines=Deadlines(floor_s=call_timeout_s),
         models=dict.fromkeys(("actor", *changing), setup),
@@ -348,3 +349,22 @@ def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
         await saver.settle()
 
     assert saved_steps(play(tmp_path, scenario, keep_checkpoints=1, keep_best="min:loss").checkpoints) == [2, 4]
+
+
+def test_what_a_worker_writes_follows_from_where_and_how_its_models_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that follows with staleness, with all the versions that its home keeps."""
+    asked: list[tuple[Any, ...]] = []
+
+    def owners(*given: Any, with_optimizer: bool, versions: int) -> dict[int, list[Any]]:
+        asked.append((*given, with_optimizer, versions))
+        return {}
+
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        assert saver._owners == {"actor": {}, "rollout": {}}
+
+    monkeypatch.setattr("realhf.master.saver.state_owners", owners)
+    play(tmp_path, scenario, changing=("actor", "rollout"), versions=3)
+    where = (MODEL, HOME, "float32", Computation().data_parallel)
+    assert asked == [(*where, True, 3), (*where, False, 3)]
