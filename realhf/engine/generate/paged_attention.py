@@ -174,7 +174,7 @@ class FlashKernels:
             query[:, None], keys, values, key[:, None], value[:, None],
             cache_seqlens=rows.lengths, block_table=rows.table, causal=True, window_size=last_token_borders(window),
         )  # fmt: skip
-        return out[:, 0]  # [rows, heads, head_dim]
+        return out.squeeze(1)  # [rows, heads, head_dim]
 
 
 class TorchKernels:

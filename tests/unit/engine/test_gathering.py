@@ -13,7 +13,7 @@ from realhf.engine.train.divided import DividedParameters
 from realhf.engine.train.gathering import GatheredUnit, Gathering
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import FlatLayout, Unit
-from realhf.parallel.gradients import has_sink
+from realhf.parallel.gradients import before_use, gradient_sink, has_sink
 
 ROWS, COLUMNS = 8, 16  # of a matrix, as many elements as two aligned shards have
 
@@ -174,9 +174,12 @@ def test_units_are_there_for_their_use_and_their_gradients_are_summed(peer: Peer
         assert seen == ["a", "b", "c"] * 3
 
 
-def test_what_lies_in_memory_that_a_unit_shares_with_none(peer: Peer) -> None:
+def test_all_units_or_one_have_their_memory(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(peer, "ab")
+    points: list[tuple[Point, int]] = []
+    monkeypatch.setattr(rank.gathering._agreement, "meet", lambda point: points.append((point, len(peer.log))))
     with rank.gathering.whole():
+        assert points == [(Point.WHOLE, 0)], "before anything is gathered"
         assert rank.there == "ab"
         assert all(torch.equal(rank.parameters[f"{name}.weight"].detach(), whole(rank, name)) for name in "ab")
     assert rank.there == ""
@@ -209,6 +212,59 @@ def test_a_unit_that_a_peer_alone_needs_is_lent_for_as_long(peer: Peer) -> None:
     gradient = rank.units["a"].gradient
     assert gradient is not None
     assert gradient.tolist() == [100.0] * 64, "zeros are added where there is none"
+
+
+def test_a_parameter_that_is_read_part_by_part_is_gathered_for_its_use_and_collects_its_gradient(peer: Peer) -> None:
+    rank = Rank(peer, "ab")
+    parameter, of = rank.parameters["b.weight"], rank.units["b"]
+    rank.gathering.connect_weight(parameter, of)
+    with pytest.raises(AssertionError):
+        gradient_sink(parameter)
+    rank.vectors.attach_gradients(rank.parameters, torch.float32)
+    with rank.gathering.computing():
+        before_use(parameter)
+        assert rank.there == "b"
+        sink = gradient_sink(parameter)
+        assert sink is not None
+        assert (sink.dtype, sink.shape, bool((sink == 0).all())) == (torch.float32, (ROWS, COLUMNS), True)
+        sink += 2
+        again = gradient_sink(parameter)
+        assert again is not None
+        again += 3
+    peer.log.clear()
+    rank.vectors.reduce_gathered()
+    assert peer.log == ["reduce"]
+    assert of.gradient is not None
+    assert of.gradient.tolist() == [105.0] * 64
+
+
+def test_what_is_trained_has_gradients_of_the_dtype_that_they_are_summed_in(peer: Peer) -> None:
+    rank = Rank(peer, "a")
+    parameter = rank.parameters["a.weight"].requires_grad_(False)
+    rank.vectors.attach_gradients(rank.parameters, torch.float32)
+    assert (parameter.requires_grad, parameter.grad_dtype) == (True, torch.float32)
+
+
+def test_what_is_in_use_is_not_asked_for_again(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, gathers = Rank(peer, "a"), []
+    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    gather = rank.gathering._gather
+    monkeypatch.setattr(rank.gathering, "_gather", lambda needed: gathers.append(gather(needed)))
+    with rank.gathering.computing():
+        rank(torch.tensor(1.0, dtype=torch.float64)).backward()
+    assert len(gathers) == 1
+
+
+def test_what_is_started_in_advance_is_what_followed_the_last_two_units(peer: Peer) -> None:
+    """After `a` comes `b` at first, and `c` where `b` was before."""
+    rank = Rank(peer, "abc")
+    first, second, third = rank.modules
+    for _ in range(3):
+        peer.log.clear()
+        with rank.gathering.computing(), torch.no_grad():
+            for module in (first, second, first, third):
+                module(torch.tensor(1.0, dtype=torch.float64))
+        assert peer.log == ["gather a", "gather b", "gather c"]
 
 
 def test_memory_is_given_back_when_nothing_arrives_there_any_more(peer: Peer) -> None:
@@ -292,8 +348,9 @@ def test_the_end_of_a_pass_within_a_backward_pass_is_one_that_not_all_ranks_have
     x = torch.ones(2, requires_grad=True)
     doubled = x * 2
     doubled.register_hook(lambda _: rank.gathering.end_pass())
-    rank.gathering.end_backward_of([doubled, torch.ones(2), doubled * 1])
-    (doubled * 1 + doubled).sum().backward(retain_graph=True)
+    again = doubled * 1
+    rank.gathering.end_backward_of([doubled, torch.ones(2), again])
+    (again + doubled).sum().backward(retain_graph=True)
     assert points == [Point.PASS, Point.BACKWARD, Point.BACKWARD], "and once at the end of the pass"
     doubled.sum().backward()
     assert points[3:] == [Point.BACKWARD, Point.BACKWARD]

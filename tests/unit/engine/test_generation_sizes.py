@@ -10,9 +10,18 @@ import torch
 from realhf.api.generation import GenerationOptions
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
+from realhf.engine.build import build_decoder, initialise
 from realhf.engine.generate import loop
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
-from realhf.engine.generate.loop import _even_runs, _needed_pages, check_request, concatenated, generate
+from realhf.engine.generate.decode_layers import decode_layers
+from realhf.engine.generate.loop import (
+    _even_runs,
+    _needed_pages,
+    check_request,
+    concatenated,
+    generate,
+    packed_weights,
+)
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.models.decoder import Decoder
 from tests.unit.engine.losses import ONE_RANK, tiny
@@ -190,3 +199,22 @@ def test_a_budget_is_divided_among_the_parts_of_a_batch(decoder: Decoder) -> Non
     )
     with pytest.raises(UserError, match=message):
         loop._running_batch(decoder, batch, request(kv_cache_tokens=95), workspace, runs, 0)
+
+
+def test_weights_are_packed_once_for_as_long_as_a_call_takes() -> None:
+    """Those of one input together, the others by themselves."""
+    model = build_decoder(tiny(num_layers=1), ONE_RANK, torch.float32)
+    initialise(model, seed=0)
+    layer = model.model.layers["0"]
+    attention, mlp = layer.self_attn, layer.mlp
+    joined = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
+    packed = [attention.joined, mlp.joined, attention.o_proj, mlp.down_proj]
+    with packed_weights(model):
+        assert all(each.packed is not None for each in packed)
+        assert all(each.packed is None for each in joined)
+        assert (model.infers_layer is not None) == (decode_layers(model) is not None)
+    assert all(each.packed is None for each in (*packed, *joined))
+    with pytest.raises(ZeroDivisionError), packed_weights(model):
+        model.infers_layer = 1 // 0
+    assert all(each.packed is None for each in packed)
+    assert model.infers_layer is None

@@ -151,11 +151,10 @@ def test_kernels_are_described_once_for_all_dtypes_that_take_them(monkeypatch):
     assert lines[0].endswith(" over packed sequences, C++ over the KV cache")
     here = replace(flash.HOPPER, flash_attn=(2, 8))
     monkeypatch.setattr(paged_attention, "machine", lambda device: here)
-    half, whole = describe_attention("cuda")
-    assert half.startswith("bfloat16: ")
-    assert half.endswith(", flash-attn over the KV cache")
-    assert whole.startswith("float32, float64: ")
-    assert whole.endswith(", gathered pages over the KV cache")
+    assert describe_attention("cuda") == [
+        "bfloat16: flash-attn over packed sequences, flash-attn over the KV cache",
+        "float32, float64: scaled dot products over packed sequences, gathered pages over the KV cache",
+    ]
     monkeypatch.setattr(paged_attention, "machine", lambda device: Machine(device="cpu"))
     monkeypatch.setattr(paged_attention, "_kernels", None)
     assert describe_attention("cpu")[0].endswith(", gathered pages over the KV cache")
