@@ -267,6 +267,64 @@ def test_what_is_started_in_advance_is_what_followed_the_last_two_units(peer: Pe
         assert peer.log == ["gather a", "gather b", "gather c"]
 
 
+def test_what_ended_a_pass_is_followed_by_nothing(peer: Peer) -> None:
+    rank = Rank(peer, "abc")
+    logs = []
+    for used in (3, 2, 2):
+        peer.log.clear()
+        with rank.gathering.computing(), torch.no_grad():
+            for module in rank.modules[:used]:
+                module(torch.tensor(1.0, dtype=torch.float64))
+        logs.append("".join(each[-1] for each in peer.log))
+    assert logs == ["abc", "abc", "ab"]
+
+
+def test_gradients_of_a_unit_that_may_get_more_are_not_reduced(peer: Peer) -> None:
+    rank = Rank(peer, "ab", prefetch=False)
+    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    first, second = rank.units.values()
+    rank.gathering._with_gradients[first] = None
+    rank.gathering._gather([first])
+    assert peer.log == ["gather a"]
+    rank.gathering._gather([second])
+    assert peer.log == ["gather a", "reduce", "gather b"]
+
+
+def test_what_is_lent_has_arrived_before_and_after(peer: Peer) -> None:
+    rank, one = Rank(peer, "ab"), torch.tensor(1.0, dtype=torch.float64)
+
+    def waits_for(number: int) -> int:
+        before, peer.asks = peer.waits, [peer_asks("gather", number)]
+        rank.gathering.meet(Point.STEP)
+        return peer.waits - before
+
+    with rank.gathering.computing(), torch.no_grad():
+        rank.modules[0](one)
+        assert (waits_for(0), rank.there) == (2, "a")
+        assert (waits_for(1), rank.there) == (2, "a")
+        rank.modules[1](one)
+    with rank.gathering.computing(), torch.no_grad():
+        rank.modules[0](one)
+        assert (waits_for(1), rank.there) == (4, "ab"), "it was arriving here in advance"
+
+
+def test_what_autograd_has_kept_of_a_unit_is_gathered_when_it_is_read(peer: Peer) -> None:
+    rank = Rank(peer, "ab", prefetch=False)
+    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    modules = [Scale(parameter) for parameter in rank.parameters.values()]
+    for module, of in zip(modules, rank.units.values(), strict=True):
+        rank.gathering.connect(module, [of], backward=False)
+    x = torch.tensor(0.5, dtype=torch.float64)
+    _, gradients = expected_of(rank, "ab", x)
+    with rank.gathering.computing():
+        (2 * modules[1](modules[0](x))).backward()
+    assert peer.log == ["gather a", "gather b", "reduce", "gather a"]
+    rank.vectors.reduce_gathered()
+    for name, of in rank.units.items():
+        assert of.gradient is not None
+        torch.testing.assert_close(of.gradient, gradients[name].flatten()[:64] + 100, rtol=1e-12, atol=0)
+
+
 def test_memory_is_given_back_when_nothing_arrives_there_any_more(peer: Peer) -> None:
     gathered = GatheredUnit(unit("x").flat, torch.zeros(64))
     gathered.start_gather(peer.group)  # type: ignore[arg-type]
