@@ -63,7 +63,8 @@ class FlatAdamW:
         self.config, self.total_steps = config, total_steps
         self.parameters = [part.detach() for part in parameters]
         self.step_count = 0
-        dtype, device = parameters[0].dtype, parameters[0].device
+        first, *_ = parameters  # all have its dtype and device
+        dtype, device = first.dtype, first.device
         wide = torch.promote_types(dtype, torch.float32)
         self.has_master = wide != dtype
         kinds = ["exp_avg", "exp_avg_sq", *(["master"] if self.has_master else [])]

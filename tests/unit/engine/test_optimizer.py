@@ -121,13 +121,14 @@ def test_a_step_and_the_norm_take_memory_for_a_chunk_alone() -> None:
     assert (gradients == 1.0).all()
 
 
-def test_scaled_gradients_give_the_step_of_scaled_gradients() -> None:
+@pytest.mark.parametrize("scale", [0.25, 0.5, 2.0])
+def test_scaled_gradients_give_the_step_of_scaled_gradients(scale: float) -> None:
     generator = torch.Generator().manual_seed(3)
     start, gradients = torch.randn(100, generator=generator), torch.randn(3, 100, generator=generator)
     ours, theirs = (FlatAdamW([start.clone()], OptimizerConfig(lr=1e-2), total_steps=3) for _ in range(2))
     for gradient in gradients:
-        ours.step([gradient], 0.25)
-        theirs.step([gradient * 0.25])
+        ours.step([gradient], scale)
+        theirs.step([gradient * scale])
     assert torch.equal(ours.parameters[0], theirs.parameters[0])
     assert not torch.equal(ours.parameters[0], start)
 
@@ -204,3 +205,21 @@ def test_states_lie_beside_the_parameters_or_in_host_memory_that_copies_need_not
     monkeypatch.undo()
     here = FlatAdamW([torch.zeros(3)], OptimizerConfig(offload_states=offloads), 1)
     assert [vector.is_pinned() for vector in here.state.values()] == [False, False]
+
+
+def test_states_in_host_memory_come_to_the_parameters_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that has shapes alone."""
+
+    class ReachedError(Exception):
+        pass
+
+    def adamw(*lists: list[torch.Tensor], **about: Any) -> None:
+        parameters, _, first, second, *_ = lists
+        assert [tensor.device.type for tensor in (*parameters, *first, *second)] == ["meta"] * 3
+        raise ReachedError
+
+    monkeypatch.setattr(optimizer_module, "adamw", adamw)
+    optimizer = FlatAdamW([torch.empty(4, device="meta")], OptimizerConfig(offload_states=True), 1)
+    assert [vector.device.type for vector in optimizer.state.values()] == ["cpu", "cpu"]
+    with pytest.raises(ReachedError):
+        optimizer.step([torch.empty(4, device="meta")])
