@@ -112,7 +112,7 @@ class FlatAdamW:
     def _step(self, parameters: Tensor, gradients: Tensor, scale: float, kept: dict[str, Tensor]) -> None:
         state = kept
         if self.config.offload_states:
-            state = {k: s.to(parameters.device, non_blocking=True) for k, s in kept.items()}
+            state = {k: s.to(parameters.device, non_blocking=True, copy=True) for k, s in kept.items()}
         target = state["master"] if self.has_master else parameters
         gradients = gradients.to(target.dtype)
         adamw(

@@ -214,8 +214,8 @@ def test_states_in_host_memory_come_to_the_parameters_for_a_step(monkeypatch: py
         pass
 
     def adamw(*lists: list[torch.Tensor], **about: Any) -> None:
-        parameters, _, first, second, *_ = lists
-        assert [tensor.device.type for tensor in (*parameters, *first, *second)] == ["meta"] * 3
+        parameters, _, first, second, _, steps = lists
+        assert [tensor.device.type for tensor in (*parameters, *first, *second, *steps)] == ["meta"] * 4
         raise ReachedError
 
     monkeypatch.setattr(optimizer_module, "adamw", adamw)

@@ -126,7 +126,10 @@ def test_a_backward_pass_comes_to_the_head_whatever_the_loss_is_of(kind: str) ->
     came = []
     head.register_hook(came.append)
     other = torch.ones((), requires_grad=True)
-    for constant in (other * 3, torch.tensor(4.0, requires_grad=True)):
+    twice = other * 3
+    for _ in range(40):
+        twice = twice + twice
+    for constant in (twice / 2**40, torch.tensor(4.0, requires_grad=True)):
         reached = reaching(constant, output)
         assert reached is not constant
         assert reached.item() == constant.item()

@@ -60,7 +60,8 @@ def test_a_slurm_command_is_told_nothing_behind_our_back(monkeypatch: pytest.Mon
 def test_a_slurm_command_that_does_not_answer_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines_s: list[float] = []
 
-    def run(command: tuple[str, ...], *, timeout: float, **_: Any) -> None:
+    def run(command: tuple[str, ...], *, timeout: float, stdin: int, **_: Any) -> None:
+        assert stdin == subprocess.DEVNULL
         deadlines_s.append(timeout)
         raise subprocess.TimeoutExpired(command, timeout)
 

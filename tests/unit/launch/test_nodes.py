@@ -55,6 +55,12 @@ def test_what_a_cluster_has_is_asked_of_slurm(monkeypatch: pytest.MonkeyPatch) -
     answers(monkeypatch)
     assert ask() == Offer()
 
+    def failing(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(words, 1, "main*|up|infinite|2|8|16000|(null)|(null)\n", "")
+
+    monkeypatch.setattr(offer_module, "slurm_command", failing)
+    assert ask() == Offer(), "what a command prints that has failed counts for nothing"
+
     def missing(*words: str, timeout_s: float) -> None:
         raise UserError(f"{words[0]} was not found")
 

@@ -240,6 +240,14 @@ def test_a_job_that_has_completed_ended_well(controller: Controller, job: Job) -
     assert {(end.returncode, end.note) for end in submitted.poll()} == {(0, "")}
 
 
+def test_a_job_that_never_had_a_node_is_told_without_one(controller: Controller, job: Job) -> None:
+    submitted = SubmittedJob(OPTIONS, job)
+    says(controller, "CANCELLED")
+    submitted.poll()
+    controller.now_s += 2.0
+    assert {(end.returncode, end.note) for end in submitted.poll()} == {(UNKNOWN_RETURNCODE, "job 17: CANCELLED")}
+
+
 def test_the_controller_is_asked_at_its_interval(controller: Controller, job: Job) -> None:
     submitted = SubmittedJob(OPTIONS, job)
     for _ in range(10):
