@@ -106,6 +106,15 @@ def test_a_gradient_of_almost_nothing_is_not_divided_by_it() -> None:
     torch.testing.assert_close(gradient, torch.full((32,), each / 2, dtype=gradient.dtype), rtol=1e-9, atol=0)
 
 
+def test_weights_may_sum_to_less_than_one_and_what_was_updated_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, batch = model(), random_batch(CONFIG, 4)
+    steps: list[int] = []
+    monkeypatch.setattr(trained.parameters, "publish", lambda: steps.append(trained.trainer.optimizer.step_count))
+    stats = trained.train_step(batch, "tokens", next_token_loss, lambda part: len(part) / 8, 2)
+    assert stats["loss"][1] == 0.5
+    assert steps == [1], "once, behind the update"
+
+
 def outputs(kind: str) -> tuple[Any, Tensor]:
     """What a model's head may put out, and the tensor of it that a backward pass has to come to."""
     head = torch.ones(2, 3, requires_grad=True) * 2

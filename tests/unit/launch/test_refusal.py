@@ -174,6 +174,13 @@ def test_of_several_kinds_of_nodes_the_largest_counts_whatever_their_order() -> 
         assert text.endswith("; its types are a, b")
 
 
+def test_a_partition_of_which_some_nodes_have_gpus_is_not_taken_for_one_without() -> None:
+    node = Nodes(partition="main", is_default=True, count=1, cpus=64, memory_mb=1024, gpus={"": 2})
+    [text] = unmet(SlurmOptions(), job(1, 4), Offer(nodes=(node, replace(node, gpus={}))))
+    assert text.startswith("--gpus-per-node 4: ")
+    assert text.endswith("no GPU")
+
+
 def test_a_node_with_one_cpu_has_no_place_for_a_worker() -> None:
     node = Nodes(partition="main", is_default=True, count=1, cpus=1, memory_mb=1024)
     assert list(unmet(SlurmOptions(cpu_only=True), job(1, 1), Offer(nodes=(node,)))) == [
