@@ -1,6 +1,7 @@
 """A training step on one rank: micro-batches, statistics, what it refuses, its optimizer state as boxes."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
 from realhf.engine.packing import PackedMicroBatch, pack_micro_batch
 from realhf.engine.returned import InterfaceError
+from realhf.engine.train import step as step_module
 from realhf.engine.train.step import reaching
 from realhf.parallel.vocabulary import Logits, WholeLogits
 from tests.unit.engine.losses import ONE_RANK, boxes_of, next_token_loss, random_batch, tiny, trained_tokens
@@ -113,6 +115,23 @@ def test_weights_may_sum_to_less_than_one_and_what_was_updated_is_published(monk
     stats = trained.train_step(batch, "tokens", next_token_loss, lambda part: len(part) / 8, 2)
     assert stats["loss"][1] == 0.5
     assert steps == [1], "once, behind the update"
+
+
+def test_sums_over_ranks_are_in_float64_over_the_groups_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[tuple[Any, torch.dtype, float]] = []
+
+    def all_reduce(tensor: Tensor, group: Any) -> None:
+        summed.append((group, tensor.dtype, tensor.item()))
+        tensor *= 4
+
+    trained = model()
+    monkeypatch.setattr(step_module.dist, "all_reduce", all_reduce)
+    groups: Any = SimpleNamespace(model="the model", data="the data", is_last_stage=True)
+    monkeypatch.setattr(trained.decoder, "groups", groups)
+    trained.parameters.gradient.fill_(0.0)[0] = 3.0
+    assert trained.trainer._norm() == 6.0
+    assert trained.trainer._sum_over_data(0.1) == 0.4
+    assert summed == [("the model", torch.float64, 9.0), ("the data", torch.float64, 0.1)]
 
 
 def outputs(kind: str) -> tuple[Any, Tensor]:
