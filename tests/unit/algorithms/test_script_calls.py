@@ -202,9 +202,9 @@ def test_calls_evaluate_their_functions_and_give_the_statistics_of_those_they_re
     def loss(logprob: Tensor, batch: Batch) -> Any:
         return -logprob, {"own": (sum(x.item() for x in batch.data["mark"]), 1.0)}
 
-    def stats(reports: tuple[int, ...]) -> Any:
+    def stats(reports: tuple[int, ...], **surroundings: Any) -> Any:
         given: dict[str, Any] = {"view": view, "reports": reports}
-        model, batch, now = language_model(), rollouts(), context(step=3)
+        model, batch, now = language_model(), rollouts(), context(step=3, **surroundings)
         one = term(loss_function(loss)(), view)
         match name:
             case "logprobs":
@@ -229,6 +229,9 @@ def test_calls_evaluate_their_functions_and_give_the_statistics_of_those_they_re
     assert found["marks"] == (3.0, 1.0)
     assert found.get("own", (12.0, 1.0)) == (12.0, 1.0)
     assert "marks" not in stats((6,)).stats
+    if name not in ("generate", "infer", "train"):  # a method of one's own says itself what it gives
+        silent = stats((7,), holds_outputs=False)
+        assert (silent.outputs, silent.stats) == ({}, {})
 
 
 def test_pairs_give_the_statistics_that_they_report(language_model: Any, context: Any) -> None:
