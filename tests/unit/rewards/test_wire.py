@@ -191,7 +191,7 @@ def test_the_form_of_a_value(value: Any, node: Any) -> None:
         type("Text", (str,), {})("a"),
         type("Table", (dict,), {})(),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_data_stays_where_it_is(value: Any) -> None:
     assert KEPT.pack(Table(), value) == [["kept", type(value).__name__], []]
