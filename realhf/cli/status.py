@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.base.errors import UserError
+from realhf.base.files import decode_loose_json
 from realhf.cli.output import Output, duration, number_text, table_of, wide_output
 from realhf.cli.trends import trends_table
 from realhf.launch.slurm.state import job_state
@@ -53,7 +54,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         content = msgspec.to_builtins(status) | ({"samples": samples} if arguments.samples else {})
         content |= {"job": job} if (job := job_line(directory)) else {}
-        print(json.dumps(json.loads(msgspec.json.encode(content))))  # ASCII: no character acts on a terminal
+        print(json.dumps(decode_loose_json(msgspec.json.encode(content))))  # ASCII: no character acts on a terminal
         return 0
     job = job_line(directory)
     out = wide_output()
