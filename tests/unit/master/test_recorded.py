@@ -13,6 +13,7 @@ import pytest
 from realhf.base.errors import RunError
 from realhf.data import sort_task
 from realhf.data.datasets import SFTDataset
+from realhf.data.rows import DatasetRows
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest
@@ -226,7 +227,8 @@ def test_steps_are_planned_as_run_and_plan_say(directory: RunDirectory, dataset:
     assert (planned.homes, planned.batch_size, planned.offload) == (run.homes, 4, ("reference",))
     assert (planned.versions, planned.devices_per_node) == (None, 2)
     rows = planned.rows
-    assert (rows.dataset, rows.seed, rows.batch_size, rows.samples_per_prompt) == (dataset, 5, 4, 1)
+    assert (rows.seed, rows.batch_size, rows.samples_per_prompt) == (5, 4, 1)
+    assert rows.tokens(4, [0, 1]) == DatasetRows(dataset, 5, 4).tokens(4, [0, 1])
     asyncio.run(master._train(6, 7))
     assert dispatcher.asked[1][0].rows is rows, "the data set is opened once"
 
@@ -292,7 +294,8 @@ def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory,
     assert planned.versions is not None
     assert (planned.versions("actor", 1), planned.versions("reference", 1)) == (6, 6), "after six steps, in every batch"
     assert planned.rows is not None
-    assert (planned.rows.dataset, planned.rows.seed, planned.rows.batch_size) == (dataset, None, 4)
+    assert (planned.rows.seed, planned.rows.batch_size) == (None, 4)
+    assert planned.rows.tokens(0, [0, 3]) == DatasetRows(dataset, None, 4).tokens(0, [0, 3])
 
 
 def test_an_evaluation_that_the_end_of_the_run_cuts_off_is_not_recorded(
