@@ -241,7 +241,8 @@ class _Finder:
                     for text in new:
                         yield from self._between("comparison", one, other, old, text, place)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS and not (_is_str(left, right)):
-                if not (isinstance(op, ast.BitOr) and not place.in_function):  # a type, most likely
+                is_type = isinstance(op, ast.BitOr) and not place.in_function  # most likely
+                if not (is_type or _is_private_constant(place)):
                     yield from self._between("arithmetic", left, right, *_OPERATORS[type(op)], place)
             case ast.BoolOp(op=op, values=values):
                 old, new = ("and", "or") if isinstance(op, ast.And) else ("or", "and")

@@ -229,7 +229,7 @@ class TextTokenizer:
         found = {}
         if (file := folder / "chat_template.jinja").is_file():
             found["default"] = self._text(file)
-        for file in (folder / _TEMPLATES).glob("*.jinja"):
+        for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
             found[file.stem] = self._text(file)
         if found:
             return found

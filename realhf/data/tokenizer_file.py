@@ -18,7 +18,7 @@ _REMEDY = "give a tokenizer.json of Hugging Face's tokenizers"
 _MAX_UNBOUNDED = 3
 _MAX_REPEATS = 1000
 # The library makes a table of as many entries as the largest id says; the largest vocabularies have 300,000.
-_MAX_ID = 1 << 24
+_MAX_ID = 2**24
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})[?+]?")
 _GROUP = re.compile(r"\?(?:[imx]*(?:-[imx]+)?:|[imx]+(?:-[imx]+)?(?=\))|<?[=!]|>|<\w+>)")
 _ESCAPED = re.compile(r"\\[pPxuo]\{[^}]*\}|\\.?", re.DOTALL)

@@ -19,7 +19,7 @@ from realhf.rewards.wire import NAMED_TYPES, Codec, Table, WireError
 
 _LENGTH = struct.Struct(">Q")
 _LONGEST = 2**30
-_READ_BYTES = 1 << 20
+_READ_BYTES = 2**20
 
 COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__")
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"

@@ -34,7 +34,7 @@ _ENTRY_BYTES = 4096
 _SPARE_ENTRIES = 64
 _MOST_ENTRIES = 2**20
 _MOST_OUTCOMES_BYTES = 2**24
-_READ_BYTES = 1 << 16
+_READ_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from realhf.data.files.digest import content_digest
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
 # Parquet files whose columns take less than this are held in memory.
-_IN_MEMORY_BYTES = 256 << 20
+_IN_MEMORY_BYTES = 2**28
 
 
 class ArrowFile(RowFile):

@@ -11,7 +11,7 @@ from realhf.base.reading import open_regular
 from realhf.models.checkpoint_digest import file_digest
 
 # Of a larger file of weights as many parts are read as fit, evenly spread: training changes nearly all numbers.
-_SAMPLED_BYTES = 16 << 20
+_SAMPLED_BYTES = 2**24
 _PARTS = 64
 # A file that was written less long ago may change once more without another time of its last change.
 _SETTLED_S = 2.0

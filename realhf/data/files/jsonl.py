@@ -12,9 +12,9 @@ from realhf.base.errors import UserError
 from realhf.base.reading import is_too_deep, open_regular
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 2**24
 # A row is held as a whole, several times over; this is more than a sequence of any model's length.
-_MAX_ROW_BYTES = 64 << 20
+_MAX_ROW_BYTES = 2**26
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
