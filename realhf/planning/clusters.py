@@ -180,7 +180,7 @@ def _of_nodes(cpu_only: bool) -> Hardware:
         return gpus
     profiled = [found for name in left_descriptions() if (found := load_hardware(name)).is_gpu]
     if len(profiled) == 1:
-        return profiled[0]
+        return profiled.pop()
     kinds = f"profiles of {', '.join(one.name for one in profiled)}" if profiled else "no profile of any"
     raise UnknownNodesError(
         f"this machine has no GPU and {kinds}, so that the kind of the nodes' GPUs is not known; give it with "

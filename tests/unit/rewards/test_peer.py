@@ -520,3 +520,10 @@ def test_the_special_methods() -> None:
     assert len(set(SPECIALS)) == len(SPECIALS) == 26 + 14 * 3 + 4
     assert not {"__eq__", "__str__", "__getattribute__", "__init__"} & set(SPECIALS)
     assert math.prod(name.startswith("__") and name.endswith("__") for name in SPECIALS)
+
+
+@pytest.mark.parametrize("name", ["__iter__", "__lt__"])  # objects have the second by themselves
+def test_a_method_that_a_class_says_it_lacks_is_not_there(name: str) -> None:
+    value = type("Lacking", (), {name: None})()
+    with pytest.raises(AttributeError, match=name):
+        call_special(value, name, (1,), {})
