@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 from functools import partial
 
-from realhf.algorithms.evaluation.config import SampledAccuracy
-from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
-from realhf.algorithms.reward.config import SequenceReward
+from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_advantages, ppo_policy, ppo_value
 from realhf.api import (
     GENERATE,
     INFERENCE,
@@ -15,11 +13,18 @@ from realhf.api import (
     DType,
     Evaluation,
     Follow,
+    Generate,
+    Logprobs,
     ModelFunctionCallDef,
     ModelSetup,
     ModelSource,
     OptimizerConfig,
+    SampledAccuracy,
+    Score,
+    Update,
+    Values,
     auto,
+    inputs,
     model_source,
 )
 from realhf.data import sort_task
@@ -78,13 +83,15 @@ class PPOExperiment:
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
         actor, scalar = self._policy.architecture, self._judge.architecture.with_head("scalar")
+        step = inputs()
+        batch = ppo_advantages(step, step, step, step, self.ppo)
         return [
             ModelFunctionCallDef(
                 name="actor_generate",
                 model_name="rollout" if self.staleness else "actor",
                 model_type=actor,
                 interface_type=GENERATE,
-                interface_impl=PPOActor(ppo=self.ppo),
+                interface_impl=Generate.by(self.ppo),
                 input_data=["prompt"],
                 output_data=["seq", "logprob", *(["weights_version"] if self.staleness else [])],
             ),
@@ -92,7 +99,7 @@ class PPOExperiment:
                 model_name="reward",
                 model_type=scalar,
                 interface_type=INFERENCE,
-                interface_impl=SequenceReward(),
+                interface_impl=Score(),
                 input_data=["seq"],
                 output_data=["reward"],
             ),
@@ -100,7 +107,7 @@ class PPOExperiment:
                 model_name="reference",
                 model_type=actor,
                 interface_type=INFERENCE,
-                interface_impl=PPOReference(ppo=self.ppo),
+                interface_impl=Logprobs(temperature=self.ppo.temperature),
                 input_data=["prompt", "seq"],
                 output_data=["ref_logprob"],
             ),
@@ -108,7 +115,7 @@ class PPOExperiment:
                 model_name="critic",
                 model_type=scalar,
                 interface_type=INFERENCE,
-                interface_impl=PPOCritic(ppo=self.ppo),
+                interface_impl=Values(),
                 input_data=["prompt", "seq"],
                 output_data=["value"],
             ),
@@ -116,7 +123,7 @@ class PPOExperiment:
                 model_name="actor",
                 model_type=actor,
                 interface_type=TRAIN_STEP,
-                interface_impl=PPOActor(ppo=self.ppo),
+                interface_impl=Update(ppo_policy(self.ppo), batch=batch, prefix="actor"),
                 input_data=ROLLOUT,
                 mini_batches=self.mini_batches,
             ),
@@ -124,7 +131,7 @@ class PPOExperiment:
                 model_name="critic",
                 model_type=scalar,
                 interface_type=TRAIN_STEP,
-                interface_impl=PPOCritic(ppo=self.ppo),
+                interface_impl=Update(ppo_value(self.ppo), batch=batch, prefix="critic", reports=()),
                 input_data=ROLLOUT,
                 mini_batches=self.mini_batches,
             ),
@@ -136,15 +143,11 @@ class PPOExperiment:
         actor = OptimizerConfig(lr=self.actor_lr, warmup_steps=self.warmup_steps)
         critic = OptimizerConfig(lr=self.critic_lr, warmup_steps=self.warmup_steps)
         setup = partial(ModelSetup, dtype=self.dtype, backend=self.backend, compute=self.compute)
-        follows = None
-        if self.reference_eta:
-            follows = Follow("actor", eta=self.reference_eta, every_steps=self.reference_every_steps)
-        rollout = {}
-        if self.staleness:
-            copy = Follow("actor", eta=1.0, staleness=self.staleness)
-            rollout = {"rollout": setup(checkpoint=sft, follows=copy)}
+        eta, every_steps = self.reference_eta, self.reference_every_steps
+        follows = Follow("actor", eta=eta, every_steps=every_steps) if eta else None
+        stale = Follow("actor", eta=1.0, staleness=self.staleness) if self.staleness else None
         return {
-            **rollout,
+            **({"rollout": setup(checkpoint=sft, follows=stale)} if stale else {}),
             "actor": setup(checkpoint=sft, optimizer=actor),
             "reference": setup(checkpoint=sft, follows=follows),
             "reward": setup(checkpoint=reward, new_head=self.new_value_head),
@@ -159,14 +162,8 @@ class PPOExperiment:
     def evaluation(self) -> Evaluation | None:
         if not self.evaluate:
             return None
-        return Evaluation(
-            rpcs=[
-                self._accuracy_call("accuracy", self.ppo.temperature),
-                self._accuracy_call("accuracy_greedy", 0.0),
-            ],
-            dataset=self._prompts("evaluation.jsonl", with_answer=True),
-            batch_size=128,
-        )
+        calls = [self._accuracy_call("accuracy", self.ppo.temperature), self._accuracy_call("accuracy_greedy", 0.0)]
+        return Evaluation(rpcs=calls, dataset=self._prompts("evaluation.jsonl", with_answer=True), batch_size=128)
 
     def _accuracy_call(self, name: str, temperature: float) -> ModelFunctionCallDef:
         return ModelFunctionCallDef(
@@ -179,7 +176,7 @@ class PPOExperiment:
                 eos_token=self.ppo.eos_token,
                 temperature=temperature,
                 tokenizer=str(sort_task.ensure(self.data_dir) / "tokenizer.json"),
-                name=name,
+                statistic=name,
             ),
             input_data=["prompt", "answer"],
         )

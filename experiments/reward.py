@@ -1,9 +1,9 @@
 """A reward model from preference pairs; half of the rejected answers are the fine-tuned model's own mistakes."""
 
 from dataclasses import dataclass
+from functools import partial
 
-from realhf.algorithms.reward.config import PairwiseReward
-from realhf.algorithms.rollout.config import Rollout
+from realhf.algorithms.reward.config import PairLoss, pairwise_loss, sampled_pairwise_loss, with_samples
 from realhf.api import (
     GENERATE,
     INFERENCE,
@@ -11,11 +11,16 @@ from realhf.api import (
     DecoderConfig,
     DType,
     Evaluation,
+    Generate,
+    Measure,
     ModelFunctionCallDef,
     ModelSetup,
     ModelSource,
     OptimizerConfig,
+    Score,
+    Update,
     auto,
+    inputs,
     model_source,
 )
 from realhf.data import sort_task
@@ -50,15 +55,20 @@ class RewardExperiment:
         return model_source(self.model, self.architecture)
 
     @property
+    def _judge(self) -> DecoderConfig:
+        return self._start.architecture.with_head("scalar")
+
+    @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
+        loss = sampled_pairwise_loss(PairLoss(score_square_coef=self.score_square_coef))
         return [
             self._sample_call("sft_generate"),
             ModelFunctionCallDef(
                 model_name="reward",
-                model_type=self._start.architecture.with_head("scalar"),
+                model_type=self._judge,
                 interface_type=TRAIN_STEP,
-                interface_impl=PairwiseReward(score_square_coef=self.score_square_coef),
-                input_data=["chosen", "rejected", "sample"],
+                interface_impl=Update(loss, batch=with_samples(inputs()), rows="pairs"),
+                input_data=["prompt", "chosen", "rejected", "sample"],
             ),
         ]
 
@@ -79,17 +89,14 @@ class RewardExperiment:
     def evaluation(self) -> Evaluation | None:
         if not self.evaluate:
             return None
+        measure = Measure(pairwise_loss(PairLoss()), rows="pairs")
+        score = Score(batch=inputs(seq="sample"), statistics=("sample_score", "sample_score_square"))
+        reward = partial(ModelFunctionCallDef, model_name="reward", model_type=self._judge, interface_type=INFERENCE)
         return Evaluation(
             rpcs=[
                 self._sample_call("sft_held_out"),
-                ModelFunctionCallDef(
-                    name="reward_held_out",
-                    model_name="reward",
-                    model_type=self._start.architecture.with_head("scalar"),
-                    interface_type=INFERENCE,
-                    interface_impl=PairwiseReward(),
-                    input_data=["chosen", "rejected", "sample"],
-                ),
+                reward(name="held_out", interface_impl=measure, input_data=["prompt", "chosen", "rejected"]),
+                reward(name="samples", interface_impl=score, input_data=["sample"]),
             ],
             dataset=self._preferences("preferences_held_out.jsonl"),
             batch_size=80,
@@ -101,8 +108,11 @@ class RewardExperiment:
             model_name="sft",
             model_type=self._start.architecture,
             interface_type=GENERATE,
-            interface_impl=Rollout(
-                max_new_tokens=sort_task.MAX_NEW_TOKENS, eos_token=sort_task.EOS_TOKEN, sequence_key="sample"
+            interface_impl=Generate(
+                max_new_tokens=sort_task.MAX_NEW_TOKENS,
+                eos_token=sort_task.EOS_TOKEN,
+                outputs=("sample",),
+                statistic="response_length",
             ),
             input_data=["prompt"],
             output_data=["sample"],

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from realhf.algorithms.evaluation.config import SampledAccuracy
-from realhf.algorithms.sft.config import SFT
+from realhf.algorithms.sft.config import sft_loss
 from realhf.api import (
     GENERATE,
     TRAIN_STEP,
@@ -14,6 +13,8 @@ from realhf.api import (
     ModelSetup,
     ModelSource,
     OptimizerConfig,
+    SampledAccuracy,
+    Update,
     auto,
     model_source,
 )
@@ -54,7 +55,7 @@ class SFTExperiment:
                 model_name="sft",
                 model_type=self._start.architecture,
                 interface_type=TRAIN_STEP,
-                interface_impl=SFT(),
+                interface_impl=Update(sft_loss(), rows="examples"),
                 input_data=["tokens", "prompt_length"],
             )
         ]

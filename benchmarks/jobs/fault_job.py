@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from realhf.algorithms.ppo.config import PPOActor
-from realhf.api import CallPlan, DecoderConfig, ExecutionPlan, ModelFunctionCallDef, auto
+from realhf.api import CallPlan, DecoderConfig, ExecutionPlan, Generate, ModelFunctionCallDef, Update, auto
 from realhf.data import sort_task
 from realhf.rundir.run import load_experiment_class
 
@@ -27,7 +26,7 @@ PLAN = ExecutionPlan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BreakableActor(PPOActor):
+class BreakableGenerate(Generate):
     """What a file asks for at the beginning of every call: `fault_file`.
 
     "pid N": that process raises, once; "step N" (from 0): every process raises in that step; "hold N": they wait in
@@ -35,7 +34,16 @@ class BreakableActor(PPOActor):
     steps; "step N waits for WORD in FILE": in that step, or a later one, they wait for the file to hold the word.
     """
 
-    implementation: ClassVar[str] = "fault_job_interface:BreakableActorInterface"
+    implementation: ClassVar[str] = "fault_job_interface:BreakableGenerateInterface"
+
+    fault_file: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakableUpdate(Update):
+    """As `BreakableGenerate`."""
+
+    implementation: ClassVar[str] = "fault_job_interface:BreakableUpdateInterface"
 
     fault_file: str = ""
 
@@ -51,6 +59,9 @@ class FaultJob(PPOExperiment):
 
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
-        actor = BreakableActor(ppo=self.ppo, fault_file=self.fault_file)
         calls: list[ModelFunctionCallDef] = super().rpcs
-        return [replace(call, interface_impl=actor) if call.model_name == "actor" else call for call in calls]
+        return [self._breakable(call) if call.model_name == "actor" else call for call in calls]
+
+    def _breakable(self, call: ModelFunctionCallDef) -> ModelFunctionCallDef:
+        kind = BreakableUpdate if call.trains else BreakableGenerate
+        return replace(call, interface_impl=kind(**vars(call.interface_impl), fault_file=self.fault_file))

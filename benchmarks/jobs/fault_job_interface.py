@@ -7,30 +7,46 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fault_job import BreakableActor
+from fault_job import BreakableGenerate, BreakableUpdate
 
-from realhf.algorithms.ppo.interface import PPOActorInterface
+from realhf.algorithms.script.rollouts import GenerateInterface
+from realhf.algorithms.script.update import UpdateInterface
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
 from realhf.launch.devices import DEVICE_VARIABLE
 
 
-class BreakableActorInterface(PPOActorInterface):
-    """See `BreakableActor`."""
+class BreakableGenerateInterface(GenerateInterface):
+    """See `BreakableGenerate`."""
 
-    def __init__(self, config: BreakableActor):
+    def __init__(self, config: BreakableGenerate):
         super().__init__(config)
-        self._fault_file = Path(config.fault_file) if config.fault_file else None
+        self._fault = _Fault(config.fault_file)
 
     def generate(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        self._break_if_asked(context)
+        self._fault.break_if_asked(context)
         return super().generate(model, batch, context)
 
+
+class BreakableUpdateInterface(UpdateInterface):
+    """See `BreakableUpdate`."""
+
+    def __init__(self, config: BreakableUpdate):
+        super().__init__(config)
+        self._fault = _Fault(config.fault_file)
+
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
-        self._break_if_asked(context)
+        self._fault.break_if_asked(context)
         return super().train_step(model, mini_batches, context)
 
-    def _break_if_asked(self, context: Context) -> None:
+
+class _Fault:
+    """What a file asks for; empty: nothing."""
+
+    def __init__(self, fault_file: str):
+        self._fault_file = Path(fault_file) if fault_file else None
+
+    def break_if_asked(self, context: Context) -> None:
         while (wanted := self._wanted()) == f"hold {context.step}":
             time.sleep(0.01)
         if wanted == f"step {context.step}":

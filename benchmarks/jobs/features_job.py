@@ -7,7 +7,7 @@ import string
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from realhf.algorithms.sft.config import SFT
+from realhf.algorithms.sft.config import sft_loss
 from realhf.api import (
     TRAIN_STEP,
     ComputeConfig,
@@ -16,6 +16,7 @@ from realhf.api import (
     ModelFunctionCallDef,
     ModelSetup,
     OptimizerConfig,
+    Update,
     auto,
 )
 from realhf.data import sort_task
@@ -45,7 +46,7 @@ class FeaturesJob:
                 model_name="actor",
                 model_type=self.architecture,
                 interface_type=TRAIN_STEP,
-                interface_impl=SFT(),
+                interface_impl=Update(sft_loss(), rows="examples"),
                 input_data=["tokens", "prompt_length"],
             )
         ]

@@ -15,18 +15,23 @@ from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
+from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_advantages, ppo_policy, ppo_value
 from realhf.api import (
     GENERATE,
     INFERENCE,
     TRAIN_STEP,
     DecoderConfig,
     DType,
+    Generate,
     InterfaceConfig,
+    Logprobs,
     ModelFunctionCallDef,
     ModelSetup,
     OptimizerConfig,
+    Update,
+    Values,
     auto,
+    inputs,
 )
 from realhf.data.datasets import PromptDataset
 
@@ -110,13 +115,15 @@ class RLStepJob:
     def _ppo(self) -> list[ModelFunctionCallDef]:
         actor, critic = SIZES[self.size], SIZES[self.size].with_head("scalar")
         columns = ["prompt", "seq", "logprob", "ref_logprob", "reward", "value"]
+        step, ppo = inputs(), self.rollout
+        batch = ppo_advantages(step, step, step, step, ppo)
         return [
             *self._rollout_calls,
             ModelFunctionCallDef(
                 model_name="critic",
                 model_type=critic,
                 interface_type=INFERENCE,
-                interface_impl=PPOCritic(ppo=self.rollout),
+                interface_impl=Values(),
                 input_data=["prompt", "seq"],
                 output_data=["value"],
             ),
@@ -124,7 +131,7 @@ class RLStepJob:
                 model_name="actor",
                 model_type=actor,
                 interface_type=TRAIN_STEP,
-                interface_impl=PPOActor(ppo=self.rollout),
+                interface_impl=Update(ppo_policy(ppo), batch=batch, prefix="actor"),
                 input_data=columns,
                 mini_batches=MINI_BATCHES,
             ),
@@ -132,7 +139,7 @@ class RLStepJob:
                 model_name="critic",
                 model_type=critic,
                 interface_type=TRAIN_STEP,
-                interface_impl=PPOCritic(ppo=self.rollout),
+                interface_impl=Update(ppo_value(ppo), batch=batch, prefix="critic", reports=()),
                 input_data=columns,
                 mini_batches=MINI_BATCHES,
             ),
@@ -147,7 +154,7 @@ class RLStepJob:
                 model_name="actor",
                 model_type=model,
                 interface_type=GENERATE,
-                interface_impl=PPOActor(ppo=self._options),
+                interface_impl=Generate.by(self._options),
                 input_data=["prompt"],
                 output_data=["seq", "logprob"],
             ),
@@ -164,7 +171,7 @@ class RLStepJob:
                 model_name="reference",
                 model_type=model,
                 interface_type=INFERENCE,
-                interface_impl=PPOReference(ppo=self._options),
+                interface_impl=Logprobs(),
                 input_data=["prompt", "seq"],
                 output_data=["ref_logprob"],
             ),

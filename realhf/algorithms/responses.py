@@ -7,9 +7,9 @@ the response tokens of all samples end to end.
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import at_least_fp32, predicting_positions, token_statistics
+from realhf.algorithms.functional import at_least_fp32, last_positions, predicting_positions, token_logprobs
 from realhf.engine.batch import Batch
-from realhf.parallel.vocabulary import Logits, TokenLogprobs, WholeLogits
+from realhf.parallel.vocabulary import Logits, WholeLogits
 
 
 def response_lengths(batch: Batch) -> list[int]:
@@ -29,16 +29,8 @@ def responses(batch: Batch) -> list[Tensor]:
 
 def response_logprobs(logits: Logits | WholeLogits, batch: Batch, temperature: float = 1.0) -> Tensor:
     """[responses], of the response tokens, from logits [tokens, vocab]."""
-    return response_statistics(logits, batch, temperature).logprob
-
-
-def response_statistics(
-    logits: Logits | WholeLogits, batch: Batch, temperature: float = 1.0, *, with_entropy: bool = False
-) -> TokenLogprobs:
-    """Of the response tokens, [responses] each, from logits [tokens, vocab]; see `token_statistics`."""
     positions = _positions(batch, logits.device)
-    tokens = batch.packed("seq").values[positions + 1]
-    return token_statistics(logits[positions], tokens, temperature, with_entropy=with_entropy)
+    return token_logprobs(logits[positions], batch.packed("seq").values[positions + 1], temperature)
 
 
 def response_values(head: Tensor, batch: Batch) -> Tensor:
@@ -46,15 +38,15 @@ def response_values(head: Tensor, batch: Batch) -> Tensor:
     return at_least_fp32(head)[_positions(batch, head.device)]
 
 
+def last_scores(head: Tensor, batch: Batch) -> list[Tensor]:
+    """Per sequence `seq` [1], in at least float32: the value of a scalar head's output [tokens] at its last token."""
+    lengths = [len(tokens) for tokens in batch.data["seq"]]
+    return list(at_least_fp32(head)[last_positions(lengths, head.device)].split(1))
+
+
 def by_sample(of_tokens: Tensor, batch: Batch) -> list[Tensor]:
     """[responses] as one tensor [response] a sample."""
     return list(of_tokens.split(response_lengths(batch)))
-
-
-def to_tokens(of_samples: Tensor, batch: Batch) -> Tensor:
-    """One number a sample [batch], repeated for each token of its response: [responses]."""
-    each = zip(of_samples.unbind(), response_lengths(batch), strict=True)
-    return torch.cat([number.expand(length) for number, length in each])
 
 
 def _positions(batch: Batch, device: torch.device) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from realhf.algorithms.functional import importance_weights, kl_k1
 from realhf.algorithms.options import PolicyOptions
-from realhf.algorithms.rollout.stop_strings import is_stopped
 from realhf.algorithms.statistics import mean_of
+from realhf.algorithms.stop_strings import is_stopped
 from realhf.api.script.columns import Columns
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch

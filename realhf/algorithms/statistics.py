@@ -18,8 +18,9 @@ def add_stats(parts: Iterable[Stats]) -> Stats:
 
 
 def prefixed(prefix: str, stats: Stats) -> Stats:
-    """`loss` becomes `PREFIX_loss`: the metrics of a step hold the statistics of all its calls side by side."""
-    return {f"{prefix}_{name}": pair for name, pair in stats.items()}
+    """`loss` becomes `PREFIX_loss`, or with an empty prefix stays: the metrics of a step hold the statistics of all its
+    calls side by side."""
+    return {f"{prefix}_{name}" if prefix else name: pair for name, pair in stats.items()}
 
 
 def mean_of(x: Tensor) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """What an experiment imports: `from realhf.api import auto, ModelFunctionCallDef, ...`.
 
-The code of an interface also imports `realhf.engine.interface` (arguments and results of a call) and
+The code of an interface of your own also imports `realhf.engine.interface` (arguments and results of a call) and
 `realhf.algorithms.functional` (the mathematics). These import torch; this module does not.
 """
 
@@ -15,6 +15,7 @@ from realhf.api.experiment import (
 from realhf.api.generation import GenerationOptions
 from realhf.api.model_source import ModelSource, model_source
 from realhf.api.script.columns import Columns
+from realhf.api.script.config import Generate, Logprobs, Measure, SampledAccuracy, Score, Term, Update, Values
 from realhf.api.script.data import Examples, Pairs, Prompts
 from realhf.api.script.functions import (
     SEQUENCE_MEAN,
@@ -26,6 +27,7 @@ from realhf.api.script.functions import (
 )
 from realhf.api.script.models import Policy, RewardModel, ValueModel, model_method
 from realhf.api.script.reward import Reward
+from realhf.api.script.views import inputs
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
 from realhf.architecture.named import ARCHITECTURES, architecture
@@ -78,10 +80,13 @@ __all__ = [
     "ExecutionPlan",
     "Experts",
     "Follow",
+    "Generate",
     "GenerationOptions",
     "InterfaceConfig",
     "KeyExtent",
     "Layout",
+    "Logprobs",
+    "Measure",
     "ModelFunctionCallDef",
     "ModelSetup",
     "ModelSource",
@@ -96,12 +101,18 @@ __all__ = [
     "RewardModel",
     "RopeScaling",
     "RunError",
+    "SampledAccuracy",
+    "Score",
+    "Term",
     "TransferProtocol",
+    "Update",
     "UserError",
     "ValueModel",
+    "Values",
     "all_micro_dp",
     "architecture",
     "auto",
+    "inputs",
     "load_plan",
     "loss_function",
     "model_method",

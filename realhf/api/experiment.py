@@ -348,8 +348,8 @@ def models_of(experiment: Any) -> dict[str, ModelSetup]:
     """The setup of every model of the experiment, with defaults for those it does not mention.
 
     Raises:
-        UserError: a setup for a model that no call uses, a trained model without an optimizer, or a model of another
-            dtype than the one it follows, or a backend that does not compute the model's architecture.
+        UserError: a setup for a model that no call uses, or for a trained one without an optimizer, or a model of
+            another dtype than the one it follows, or a backend that does not compute the model's architecture.
     """
     given = dict(getattr(experiment, "models", {}))
     calls = [call for call in experiment.rpcs if not call.runs_beside]
@@ -357,8 +357,10 @@ def models_of(experiment: Any) -> dict[str, ModelSetup]:
     for name in given:
         if name not in used:
             raise UserError(f"models: {name!r} is used by no call; the calls use {', '.join(sorted(used))}")
+    trained = {call.model_name for call in calls if call.trains}
     for call in calls:
-        setup = given.setdefault(call.model_name, ModelSetup())
+        default = ModelSetup(optimizer=OptimizerConfig() if call.model_name in trained else None)
+        setup = given.setdefault(call.model_name, default)
         if call.trains and setup.optimizer is None:
             raise UserError(f"{call.name} trains {call.model_name!r}, which has no optimizer; give one in models")
         check_backend(f"model {call.model_name!r}", call.config, setup.backend)

@@ -295,6 +295,25 @@ def evaluation_twin(graph: DataflowGraph, call: ModelFunctionCallDef) -> str:
     return same_type[0] if same_type else same_model[0].name
 
 
+# What experiments of before have imported, as errors of imports name it, and what they write now.
+_FORMER_CALLS = {
+    "'PPOActor'": "Generate.by(ppo), and Update(ppo_policy(ppo), batch=ppo_advantages(...))",
+    "'PPOReference'": "Logprobs(temperature=ppo.temperature)",
+    "'PPOCritic'": "Values(), and Update(ppo_value(ppo), batch=ppo_advantages(...))",
+    "'SFT'": 'Update(sft_loss(), rows="examples")',
+    "'PairwiseReward'": 'Update(pairwise_loss(PairLoss()), rows="pairs")',
+    "'SequenceReward'": "Score()",
+    "'realhf.algorithms.rollout": "Generate(...)",
+    "'realhf.algorithms.evaluation": "SampledAccuracy(..., statistic=NAME)",
+}
+
+
+def _in_its_place(error: str) -> str:
+    """The end of a message about an import that failed, where its name is one of before."""
+    found = next((now for former, now in _FORMER_CALLS.items() if former in error), None)
+    return f"; write {found}, from realhf.api (docs/experiments.md, Kinds of calls)" if found else ""
+
+
 def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any]:
     """The class under `@auto` in a Python file (`name` where there are several); modules beside it can be imported.
 
@@ -302,7 +321,10 @@ def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give the path of an experiment, such as experiments/ppo.py")
-    module = load_code_file(path)
+    try:
+        module = load_code_file(path)
+    except UserError as error:
+        raise UserError(f"{error}{_in_its_place(str(error.__cause__))}") from error
     classes = {
         key: value
         for key, value in vars(module).items()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realhf.algorithms.rollout.stop_strings import StopStrings
+from realhf.algorithms.stop_strings import StopStrings
 from realhf.api.generation import GenerationOptions
 from realhf.base.errors import RunError
 from realhf.engine.backend import ModelSpec

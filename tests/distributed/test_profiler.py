@@ -31,8 +31,7 @@ ONE_KV_HEAD = DecoderConfig(
 )
 EXPERIMENT = """
 from dataclasses import dataclass, field
-from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
-from realhf.algorithms.reward.config import SequenceReward
+from realhf.api import Generate, Score
 from realhf.api.experiment import KeyLengths, auto
 from realhf.dataflow.graph import GENERATE, INFERENCE, ModelFunctionCallDef
 from realhf.architecture.model import DecoderConfig
@@ -66,14 +65,14 @@ class Tiny:
     def rpcs(self):
         def reward(name, model):
             return ModelFunctionCallDef(
-                model_name=name, model_type=model, interface_type=INFERENCE, interface_impl=SequenceReward(),
+                model_name=name, model_type=model, interface_type=INFERENCE, interface_impl=Score(),
                 input_data=["seq"], output_data=[name + "_score"],
             )
 
         return [
             ModelFunctionCallDef(
                 model_name="actor", model_type=self.architecture, interface_type=GENERATE,
-                interface_impl=PPOActor(ppo=PPOHyperparameters(max_new_tokens=4, eos_token=2)),
+                interface_impl=Generate(max_new_tokens=4, eos_token=2),
                 input_data=["prompt"], output_data=["seq", "logprob"],
             ),
             reward("reward", self.architecture.with_head("scalar")),

@@ -4,15 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from realhf.algorithms.ppo.config import PPOReference
-from realhf.algorithms.rollout.config import Rollout
 from realhf.api import (
     GENERATE,
     INFERENCE,
     DecoderConfig,
     DType,
     Evaluation,
+    Generate,
     InterfaceConfig,
+    Logprobs,
     ModelFunctionCallDef,
     ModelSetup,
     auto,
@@ -61,7 +61,7 @@ BONUS = ModelFunctionCallDef(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingReference(PPOReference):
+class MeetingReference(Logprobs):
     """Its inference begins after the rule and ends before it; "" is no meeting."""
 
     implementation: ClassVar[str] = "beside_job_interface:MeetingReferenceInterface"
@@ -84,7 +84,7 @@ class BesideJob(PPOExperiment):
     def rpcs(self) -> list[ModelFunctionCallDef]:
         calls = {call.name: call for call in super().rpcs}
         del calls["reward_inference"]
-        reference = MeetingReference(ppo=self.ppo, meeting=self.meeting)
+        reference = MeetingReference(temperature=self.ppo.temperature, meeting=self.meeting)
         calls["reference_inference"] = replace(calls["reference_inference"], interface_impl=reference)
         return [
             *calls.values(),
@@ -110,7 +110,7 @@ class BesideJob(PPOExperiment):
             model_name="actor",
             model_type=self.architecture,
             interface_type=GENERATE,
-            interface_impl=Rollout(max_new_tokens=6, eos_token=sort_task.EOS_TOKEN),
+            interface_impl=Generate(max_new_tokens=6, eos_token=sort_task.EOS_TOKEN),
             input_data=["prompt"],
             output_data=["seq"],
         )

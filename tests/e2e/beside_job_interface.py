@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from beside_job import Bonus, MeetingReference, Rule
 
-from realhf.algorithms.ppo.interface import PPOReferenceInterface
+from realhf.algorithms.script.rollouts import LogprobsInterface
 from realhf.algorithms.statistics import mean_of
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
@@ -73,7 +73,7 @@ class BonusInterface:
         )
 
 
-class MeetingReferenceInterface(PPOReferenceInterface):
+class MeetingReferenceInterface(LogprobsInterface):
     def __init__(self, config: MeetingReference):
         super().__init__(config)
         self._meeting = config.meeting

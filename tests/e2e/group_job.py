@@ -1,15 +1,16 @@
 """Several responses to each prompt, scored against each other: for `test_groups.py`."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from realhf.algorithms.rollout.config import Rollout
 from realhf.api import (
     GENERATE,
     INFERENCE,
     TRAIN_STEP,
     DType,
     Evaluation,
+    Generate,
+    GenerationOptions,
     InterfaceConfig,
     ModelFunctionCallDef,
     ModelSetup,
@@ -20,6 +21,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 
+SAMPLES = GenerationOptions(max_new_tokens=8, eos_token=sort_task.EOS_TOKEN, samples_per_prompt=4)
 TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=4)
 
 
@@ -37,7 +39,7 @@ class Judge(InterfaceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Learner(InterfaceConfig):
-    """TRAIN_STEP on `prompt`, `seq`, `untruncated_logprob`, `advantage`: clipped policy loss, `epochs` times; it ends
+    """TRAIN_STEP on `prompt`, `seq`, `logprob`, `advantage`: clipped policy loss, `epochs` times; it ends
     `early`, so many optimizer steps before the last."""
 
     implementation: ClassVar[str] = "group_job_interface:LearnerInterface"
@@ -57,9 +59,7 @@ class GroupJob:
     early: int = 0
     dtype: DType = "float64"
     architecture: DecoderConfig = TINY
-    rollout: Rollout = field(
-        default_factory=lambda: Rollout(max_new_tokens=8, eos_token=sort_task.EOS_TOKEN, samples_per_prompt=4)
-    )
+    rollout: GenerationOptions = SAMPLES
     evaluation_batch_size: int | None = None
     prompts: str | None = None
     max_prompt_tokens: int = sort_task.MAX_PROMPT_TOKENS
@@ -74,7 +74,7 @@ class GroupJob:
                 model_type=self.architecture,
                 interface_type=TRAIN_STEP,
                 interface_impl=Learner(epochs=self.epochs, early=self.early),
-                input_data=["prompt", "seq", "untruncated_logprob", "advantage"],
+                input_data=["prompt", "seq", "logprob", "advantage"],
                 mini_batches=self.mini_batches,
             ),
         ]
@@ -86,9 +86,9 @@ class GroupJob:
                 model_name="actor",
                 model_type=self.architecture,
                 interface_type=GENERATE,
-                interface_impl=self.rollout,
+                interface_impl=Generate.by(self.rollout),
                 input_data=["prompt"],
-                output_data=["seq", "untruncated_logprob"],
+                output_data=["seq", "logprob"],
             ),
             ModelFunctionCallDef(
                 model_name="actor",

@@ -7,8 +7,7 @@ from group_job import Judge, Learner
 from torch import Tensor
 
 from realhf.algorithms.functional import ppo_policy_loss
-from realhf.algorithms.responses import response_logprobs, response_tokens
-from realhf.algorithms.rollout.interface import responses
+from realhf.algorithms.responses import response_logprobs, response_tokens, responses
 from realhf.algorithms.statistics import add_stats, mean_of
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model, Stats
@@ -22,7 +21,7 @@ class JudgeInterface:
         pass
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        rewards = torch.stack([(r % 2 == 0).double().mean() for r in responses(batch, batch.data["seq"])])
+        rewards = torch.stack([(r % 2 == 0).double().mean() for r in responses(batch)])
         groups = context.in_order(batch.ids, rewards).view(-1, context.samples_per_prompt)  # [prompts, samples]
         deviation = groups.std(1, correction=0, keepdim=True)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (deviation + 1e-6)).flatten()[list(batch.ids)]
@@ -49,13 +48,13 @@ class LearnerInterface:
 
 def _with_advantages(batch: Batch) -> Batch:
     """With the advantage of a response on each of its tokens."""
-    lengths = [len(logprob) for logprob in batch.data["untruncated_logprob"]]
+    lengths = [len(logprob) for logprob in batch.data["logprob"]]
     advantages = [a.expand(n).contiguous() for a, n in zip(batch.data["advantage"], lengths, strict=True)]
     return batch.with_data(advantage=advantages)
 
 
 def _loss(logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
     logprob = response_logprobs(logits, batch)  # [responses]
-    old, advantage = batch.packed("untruncated_logprob").values, batch.packed("advantage").values
+    old, advantage = batch.packed("logprob").values, batch.packed("advantage").values
     loss, is_clipped = ppo_policy_loss(logprob, old, advantage.to(logprob.dtype), 0.2)
     return loss.sum(), {"clip_fraction": mean_of(is_clipped)}

@@ -1,11 +1,11 @@
 """PPO in small, whose critic trains on a step only while the actor generates for the next: for `test_overlap.py`."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from realhf.algorithms.ppo.config import PPOActor, PPOCritic
-from realhf.api import DecoderConfig, ModelFunctionCallDef, auto
+from realhf.api import DecoderConfig, Generate, ModelFunctionCallDef, Update, auto
 from realhf.data import sort_task
 from realhf.rundir.run import load_experiment_class
 
@@ -14,7 +14,7 @@ TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_l
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingActor(PPOActor):
+class MeetingActor(Generate):
     """Both come to the `meeting`, a folder, and wait there for each other; "" is none."""
 
     implementation: ClassVar[str] = "meeting_job_interface:MeetingActorInterface"
@@ -23,7 +23,7 @@ class MeetingActor(PPOActor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingCritic(PPOCritic):
+class MeetingCritic(Update):
     """As `MeetingActor`; in the last of the `steps` it has nobody to wait for."""
 
     implementation: ClassVar[str] = "meeting_job_interface:MeetingCriticInterface"
@@ -43,9 +43,11 @@ class MeetingJob(PPOExperiment):
 
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
-        interfaces = {
-            "actor": MeetingActor(ppo=self.ppo, meeting=self.meeting),
-            "critic": MeetingCritic(ppo=self.ppo, meeting=self.meeting, steps=self.steps),
+        calls: dict[str, ModelFunctionCallDef] = {call.name: call for call in super().rpcs}
+        meeting: dict[str, Any] = {
+            "actor_generate": partial(MeetingActor, meeting=self.meeting),
+            "critic_train_step": partial(MeetingCritic, meeting=self.meeting, steps=self.steps),
         }
-        calls: list[ModelFunctionCallDef] = super().rpcs
-        return [replace(call, interface_impl=interfaces.get(call.model_name, call.interface_impl)) for call in calls]
+        for name, make in meeting.items():
+            calls[name] = replace(calls[name], interface_impl=make(**vars(calls[name].interface_impl)))
+        return list(calls.values())

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from meeting_job import MeetingActor, MeetingCritic
 
-from realhf.algorithms.ppo.interface import PPOActorInterface, PPOCriticInterface
+from realhf.algorithms.script.rollouts import GenerateInterface
+from realhf.algorithms.script.update import UpdateInterface
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
 from tests.waiting import wait_until
@@ -18,7 +19,7 @@ def meet(meeting: str, here: str, there: str) -> None:
         wait_until((Path(meeting) / there).exists, f"{there}, while this is {here}")
 
 
-class MeetingActorInterface(PPOActorInterface):
+class MeetingActorInterface(GenerateInterface):
     def __init__(self, config: MeetingActor):
         super().__init__(config)
         self._meeting = config.meeting
@@ -30,7 +31,7 @@ class MeetingActorInterface(PPOActorInterface):
         return result
 
 
-class MeetingCriticInterface(PPOCriticInterface):
+class MeetingCriticInterface(UpdateInterface):
     def __init__(self, config: MeetingCritic):
         super().__init__(config)
         self._meeting, self._last = config.meeting, config.steps - 1

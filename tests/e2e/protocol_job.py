@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from realhf.algorithms.rollout.config import Rollout
 from realhf.api import (
     ALL_TO_ALL,
     GENERATE,
@@ -13,6 +12,7 @@ from realhf.api import (
     THREE_D_PP_AS_DP,
     THREE_D_PROTO,
     Division,
+    Generate,
     InterfaceConfig,
     Layout,
     ModelFunctionCallDef,
@@ -69,7 +69,7 @@ class ProtocolJob:
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
         judge = {"model_name": "judge", "model_type": TINY, "interface_type": INFERENCE}
-        rollout = Rollout(max_new_tokens=6, eos_token=sort_task.EOS_TOKEN)
+        rollout = Generate(max_new_tokens=6, eos_token=sort_task.EOS_TOKEN)
         scores = [f"score_{name}" for name in SCORING]
         return [
             ModelFunctionCallDef(

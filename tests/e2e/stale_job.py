@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from realhf.algorithms.sft.config import SFT
+from realhf.algorithms.sft.config import sft_loss
 from realhf.api import (
     GENERATE,
     TRAIN_STEP,
@@ -12,6 +12,7 @@ from realhf.api import (
     ModelFunctionCallDef,
     ModelSetup,
     OptimizerConfig,
+    Update,
     auto,
 )
 from realhf.data import sort_task
@@ -32,7 +33,7 @@ class Answers(InterfaceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingSFT(SFT):
+class MeetingSFT(Update):
     """Supervised fine-tuning; with a `meeting`, a folder, a step only ends when answers for that of `ahead` steps later
     have begun."""
 
@@ -67,7 +68,9 @@ class StaleJob:
                 model_name="actor",
                 model_type=TINY,
                 interface_type=TRAIN_STEP,
-                interface_impl=MeetingSFT(meeting=self.meeting, ahead=self.staleness, steps=self.steps),
+                interface_impl=MeetingSFT(
+                    sft_loss(), rows="examples", meeting=self.meeting, ahead=self.staleness, steps=self.steps
+                ),
                 input_data=["tokens", "prompt_length"],
             ),
         ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from stale_job import Answers, MeetingSFT
 
-from realhf.algorithms.sft.interface import SFTInterface
+from realhf.algorithms.script.update import UpdateInterface
 from realhf.api import GenerationOptions
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, GenerationRequest, Model
@@ -29,7 +29,7 @@ class AnswersInterface:
         return CallResult(outputs={"tokens": output.sequences, "prompt_length": lengths})
 
 
-class MeetingSFTInterface(SFTInterface):
+class MeetingSFTInterface(UpdateInterface):
     def __init__(self, config: MeetingSFT):
         super().__init__(config)
         self._meeting, self._ahead, self._steps = config.meeting, config.ahead, config.steps

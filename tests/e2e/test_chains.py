@@ -17,13 +17,12 @@ SMALL = ["--steps", "1", "--batch-size", "8", "--no-evaluate"]
 BROKEN = f"""
 from dataclasses import dataclass, replace
 from typing import ClassVar
-from realhf.algorithms.sft.config import SFT
-from realhf.api import auto
+from realhf.api import Update, auto
 from realhf.rundir.run import load_experiment_class
 
 Experiment = load_experiment_class({str(ROOT / SFT)!r})
 
-class Missing(SFT):
+class Missing(Update):
     implementation: ClassVar[str] = "broken_interface:BrokenInterface"
 
 @auto(batch_size=8)
@@ -31,7 +30,7 @@ class Missing(SFT):
 class Broken(Experiment):
     @property
     def rpcs(self):
-        return [replace(call, interface_impl=Missing()) for call in super().rpcs]
+        return [replace(call, interface_impl=Missing(**vars(call.interface_impl))) for call in super().rpcs]
 """
 
 

@@ -18,12 +18,11 @@ BREAKS = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from realhf.algorithms.sft.config import SFT
-from realhf.api import auto
+from realhf.api import Update, auto
 from realhf.rundir.run import load_experiment_class
 
 @dataclass(frozen=True, kw_only=True)
-class Broken(SFT):
+class Broken(Update):
     implementation: ClassVar[str] = "broken_interface:BrokenInterface"
 
 @auto(batch_size=4)
@@ -32,12 +31,12 @@ class Mine(load_experiment_class({experiment!r})):
     @property
     def rpcs(self):
         from dataclasses import replace
-        return [replace(call, interface_impl=Broken()) for call in super().rpcs]
+        return [replace(call, interface_impl=Broken(**vars(call.interface_impl))) for call in super().rpcs]
 """
 INTERFACE = """
-from realhf.algorithms.sft.interface import SFTInterface
+from realhf.algorithms.script.update import UpdateInterface
 
-class BrokenInterface(SFTInterface):
+class BrokenInterface(UpdateInterface):
     def train_step(self, model, mini_batches, context):
         found = 6 * 7
         {statement}

@@ -116,17 +116,9 @@ def test_a_wrong_source_is_refused_before_anything_starts(runs: Runs, tmp_path: 
 # PPO whose reference looks four times at what was generated. All but the first are for nobody: they may be late.
 EXPERIMENT = """
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from experiments.ppo import PPOExperiment
-from realhf.algorithms.ppo.config import PPOReference
-from realhf.api.experiment import auto
-
-
-@dataclass(frozen=True, kw_only=True)
-class Look(PPOReference):
-    implementation: ClassVar[str] = "look_interface:LookInterface"
-    key: str
+from realhf.api import Logprobs, auto
 
 
 @auto(batch_size=128)
@@ -136,26 +128,10 @@ class LookingPPO(PPOExperiment):
     def rpcs(self):
         first = next(call for call in super().rpcs if call.name == "reference_inference")
         more = [
-            replace(first, name=name, interface_impl=Look(ppo=self.ppo, key=name), output_data=[name])
+            replace(first, name=name, interface_impl=Logprobs(outputs=(name,)), output_data=[name])
             for name in ("second", "third", "fourth")
         ]
         return [*super().rpcs, *more]
-"""
-
-INTERFACE = """
-from dataclasses import replace
-
-from realhf.algorithms.ppo.interface import PPOReferenceInterface
-
-
-class LookInterface(PPOReferenceInterface):
-    def __init__(self, config):
-        super().__init__(config)
-        self.key = config.key
-
-    def inference(self, model, batch, context):
-        result = super().inference(model, batch, context)
-        return replace(result, outputs={self.key: values for values in result.outputs.values()})
 """
 
 
@@ -163,7 +139,6 @@ class LookInterface(PPOReferenceInterface):
 def test_a_frozen_models_copies_over_steps_that_overlap(tmp_path: Path) -> None:
     """One that is moved and one that is taken over, of the same copy; three steps in flight."""
     (tmp_path / "looking_ppo.py").write_text(EXPERIMENT)
-    (tmp_path / "look_interface.py").write_text(INTERFACE)
     words = f"--steps {OVERLAPPING} --seed 7 --batch-size 8 --dtype float64 --verify-reallocations-every 1".split()
     words += ["--no-evaluate", "--record", "second", "third", "fourth", *SMALL[2:]]
     names = ("actor_generate", "reward_inference", "critic_inference", "actor_train_step", "critic_train_step")

@@ -186,9 +186,7 @@ TWO_PRODUCERS = """
 from dataclasses import dataclass
 
 from experiments.ppo import PPOExperiment
-from realhf.api.experiment import auto
-from realhf.dataflow.graph import INFERENCE, ModelFunctionCallDef
-from realhf.algorithms.reward.config import SequenceReward
+from realhf.api import INFERENCE, ModelFunctionCallDef, Score, auto
 
 
 @auto(batch_size=128)
@@ -200,7 +198,7 @@ class TwoJudges(PPOExperiment):
             model_name="judge",
             model_type=self.architecture.with_head("scalar"),
             interface_type=INFERENCE,
-            interface_impl=SequenceReward(),
+            interface_impl=Score(),
             input_data=["seq"],
             output_data=["reward"],
         )
@@ -227,11 +225,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from experiments.sft import SFTExperiment
-from realhf.algorithms.sft.config import SFT
-from realhf.api.experiment import auto
+from realhf.api import Update, auto
 
 
-class Absent(SFT):
+class Absent(Update):
     implementation: ClassVar[str] = "absent_interface:Absent"
 
 
@@ -240,7 +237,7 @@ class Absent(SFT):
 class Mine(SFTExperiment):
     @property
     def rpcs(self):
-        return [replace(call, interface_impl=Absent()) for call in super().rpcs]
+        return [replace(call, interface_impl=Absent(**vars(call.interface_impl))) for call in super().rpcs]
 """
 
 

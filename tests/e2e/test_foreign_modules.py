@@ -29,7 +29,7 @@ class Mine(load_experiment_class({str(ROOT / "experiments/sft.py")!r})):
     @property
     def rpcs(self):
         from dataclasses import replace
-        return [replace(call, interface_impl=MySFT()) for call in super().rpcs]
+        return [replace(call, interface_impl=MySFT(**vars(call.interface_impl))) for call in super().rpcs]
 """
 BESIDE = """
 from dataclasses import replace
@@ -40,17 +40,17 @@ TINY = replace(SORT_MODEL, hidden_size=16, intermediate_size=16, num_layers=1, n
 BESIDE_INTERFACE = """
 from dataclasses import dataclass
 from typing import ClassVar
-from realhf.algorithms.sft.config import SFT
+from realhf.api import Update
 
 @dataclass(frozen=True, kw_only=True)
-class MySFT(SFT):
+class MySFT(Update):
     implementation: ClassVar[str] = "beside_implementation:MySFTInterface"
 """
 BESIDE_IMPLEMENTATION = """
 import msgspec, numpy, torch
-from realhf.algorithms.sft.interface import SFTInterface
+from realhf.algorithms.script.update import UpdateInterface
 
-class MySFTInterface(SFTInterface):
+class MySFTInterface(UpdateInterface):
     pass
 """
 

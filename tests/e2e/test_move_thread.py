@@ -30,8 +30,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from experiments.ppo import PPOExperiment
-from realhf.algorithms.ppo.config import PPOActor
-from realhf.api.experiment import ModelSetup, auto
+from realhf.api import Generate, ModelSetup, auto
 from realhf.dataflow.graph import INFERENCE, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 
@@ -44,7 +43,7 @@ class Signals(InterfaceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditedActor(PPOActor):
+class AuditedActor(Generate):
     implementation: ClassVar[str] = "audited_interfaces:AuditedActorInterface"
 
 
@@ -54,7 +53,7 @@ class AuditedPPO(PPOExperiment):
     @property
     def rpcs(self):
         ppo = [
-            replace(call, interface_impl=AuditedActor(ppo=self.ppo)) if call.name == "actor_generate" else call
+            replace(call, interface_impl=AuditedActor.by(self.ppo)) if call.name == "actor_generate" else call
             for call in super().rpcs
         ]
         beside = [
@@ -78,7 +77,7 @@ INTERFACES = """
 import threading
 from pathlib import Path
 
-from realhf.algorithms.ppo.interface import PPOActorInterface
+from realhf.algorithms.script.rollouts import GenerateInterface
 from realhf.engine.interface import CallResult
 
 FOLDER = Path(__file__).parent
@@ -96,7 +95,7 @@ class SignalsInterface:
         return CallResult()
 
 
-class AuditedActorInterface(PPOActorInterface):
+class AuditedActorInterface(GenerateInterface):
     def generate(self, model, batch, context):
         (FOLDER / f"the actor generates in step {context.step}").touch()
         return super().generate(model, batch, context)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from beside_job import BesideJob
 
-from realhf.algorithms.rollout.config import Rollout
 from realhf.algorithms.text_reward.config import TextReward
-from realhf.api import GENERATE, INFERENCE, Evaluation, ModelFunctionCallDef, auto
+from realhf.api import GENERATE, INFERENCE, Evaluation, Generate, ModelFunctionCallDef, auto
 from realhf.data import sort_task
 from realhf.rewards.pool import OnError
 
@@ -47,7 +46,7 @@ class TextRewardJob(BesideJob):
             model_name="actor",
             model_type=self.architecture,
             interface_type=GENERATE,
-            interface_impl=Rollout(max_new_tokens=6, eos_token=sort_task.EOS_TOKEN),
+            interface_impl=Generate(max_new_tokens=6, eos_token=sort_task.EOS_TOKEN),
             input_data=["prompt"],
             output_data=["seq"],
         )

@@ -62,7 +62,6 @@ from realhf.algorithms.functional.policy import (
 from realhf.algorithms.functional.preferences import (
     dpo_loss,
     margin_loss,
-    pairwise_loss,
     safe_pairwise_loss,
 )
 from realhf.algorithms.functional.tokens import (
@@ -111,7 +110,6 @@ __all__ = [
     "mean_and_variance",
     "moments",
     "normalised",
-    "pairwise_loss",
     "ppo_policy_loss",
     "predicting_positions",
     "ratios",

@@ -8,21 +8,6 @@ from realhf.algorithms.choices import DPOLoss
 from realhf.algorithms.functional.tokens import at_least_fp32
 
 
-def pairwise_loss(chosen: Tensor, rejected: Tensor, score_square_coef: float = 0.0) -> Tensor:
-    """The Bradley-Terry loss of each pair, with a pull of the scores towards 0.
-
-        L = -log sigmoid(s_chosen - s_rejected) + c * (s_chosen^2 + s_rejected^2)
-
-    Args:
-        chosen, rejected: scores [pairs].
-
-    Returns:
-        [pairs].
-    """
-    margin = at_least_fp32(chosen) - at_least_fp32(rejected)
-    return -logsigmoid(margin) + score_square_coef * (chosen.square() + rejected.square())
-
-
 def margin_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, centre_coef: float = 0.0) -> Tensor:
     """The Bradley-Terry loss with a margin that the chosen score should keep, and a pull of the pair's sum to 0.
 

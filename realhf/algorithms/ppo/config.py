@@ -1,15 +1,11 @@
-"""Hyperparameters of PPO, and the settings of its six calls."""
+"""Hyperparameters of PPO, its tensor function and its losses."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 from realhf.algorithms.choices import KLController, KLEstimator, check_choice
 from realhf.algorithms.options import PolicyOptions, check_dual_clip
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.architecture.decoding import GraphLife
-from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
-from realhf.dataflow.interface import InterfaceConfig
 
 RANGES = {
     "gamma": Range("gamma", 0, 1),
@@ -84,76 +80,6 @@ class PPOPtx(PPOHyperparameters):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ranges(vars(self), {"ptx_coef": Range("ptx_coef", 0, 1e6)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOActor(InterfaceConfig):
-    """GENERATE: `prompt` -> `seq`, `logprob` and, if listed, `margin`.
-
-    TRAIN_STEP on `prompt`, `seq`, `logprob`, `ref_logprob`, `reward`, `value`.
-    Statistics of training: `reward_mean` (of the scores as the reward model gave them), `kl` (mean
-    over tokens of log(policy / reference)), `kl_per_sequence` (its sum over a response),
-    `response_length`, `entropy` (sampled), `clip_fraction`, `actor_loss`, `actor_grad_norm`, `actor_lr`.
-    """
-
-    implementation: ClassVar[str] = "realhf.algorithms.ppo.interface:PPOActorInterface"
-    recordable: ClassVar[tuple[str, ...]] = ("seq", "logprob", "margin", "logits")
-
-    ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
-
-    def __post_init__(self) -> None:
-        if self.ppo.mask_truncated or self.ppo.importance_correction != "none":
-            raise UserError(
-                "mask_truncated and importance_correction leave out or weigh samples, which the calls of scripts do "
-                "and those of a list of calls do not; write PPO as a script, or set them to false and none"
-            )
-
-    @property
-    def epochs(self) -> int:
-        return self.ppo.epochs
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.ppo.max_new_tokens
-
-    @property
-    def samples_per_prompt(self) -> int:
-        return self.ppo.samples_per_prompt
-
-    @property
-    def kv_cache_tokens(self) -> int | None:
-        return self.ppo.kv_cache_tokens
-
-    @property
-    def decode_graphs(self) -> GraphLife | None:
-        return self.ppo.decode_graphs
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOReference(InterfaceConfig):
-    """INFERENCE: `prompt`, `seq` -> `ref_logprob` [response], under the temperature of the rollouts."""
-
-    implementation: ClassVar[str] = "realhf.algorithms.ppo.interface:PPOReferenceInterface"
-
-    ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOCritic(InterfaceConfig):
-    """INFERENCE: `prompt`, `seq` -> `value` [response], of the states that predict the response's tokens.
-
-    TRAIN_STEP on `prompt`, `seq`, `logprob`, `ref_logprob`, `reward`, `value`.
-    Statistics of training: `critic_loss`, `critic_grad_norm`, `critic_lr`, `value_clip_fraction`,
-    `value_mean`, `return_mean`, `explained_variance` (of the returns, by the values of the rollout).
-    """
-
-    implementation: ClassVar[str] = "realhf.algorithms.ppo.interface:PPOCriticInterface"
-
-    ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
-
-    @property
-    def epochs(self) -> int:
-        return self.ppo.epochs
 
 
 ppo_advantages = tensor_function("realhf.algorithms.ppo.functions:ppo_advantages")

@@ -1,42 +1,10 @@
-"""Settings of reward modelling from preference pairs."""
+"""Reward modelling from preference pairs: its settings and losses."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from realhf.algorithms.options import coefficients
-from realhf.api.script.functions import BoundLoss, loss_function
+from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
 from realhf.base.numbers import check_range, check_ranges
-from realhf.dataflow.interface import InterfaceConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairwiseReward(InterfaceConfig):
-    """A model with a scalar head that learns to score `chosen` above `rejected` at their last token.
-
-    TRAIN_STEP and INFERENCE on whole sequences `chosen`, `rejected` and, if the call lists it,
-    `sample`: a sequence that the policy drew for the same prompt. Training then replaces the
-    rejected sequence of every second sample by the policy's where that differs from the chosen one
-    (on-policy negatives); INFERENCE only measures.
-
-    Statistics: `pair_accuracy` (share of pairs in the right order), `sample_score` and
-    `sample_score_square` (mean score and its square over sequences of the policy, right or wrong:
-    PPO standardises rewards with them); from training also `loss`, `grad_norm`, `lr`.
-    """
-
-    implementation: ClassVar[str] = "realhf.algorithms.reward.interface:PairwiseRewardInterface"
-    sequence_keys: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
-
-    score_square_coef: float = 0.001
-
-    def __post_init__(self) -> None:
-        check_range("score_square_coef", self.score_square_coef, 0, 1e6)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceReward(InterfaceConfig):
-    """INFERENCE: `reward` [1], the score of `seq` at its last token."""
-
-    implementation: ClassVar[str] = "realhf.algorithms.reward.interface:SequenceRewardInterface"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +26,20 @@ class PairLoss:
 
 
 _pairwise = loss_function("realhf.algorithms.reward.functions:pairwise")
+_sampled = loss_function("realhf.algorithms.reward.functions:sampled_pairwise")
 _cost = loss_function("realhf.algorithms.reward.functions:safe_pairwise")
+
+with_samples = tensor_function("realhf.algorithms.reward.functions:with_samples")
 
 
 def pairwise_loss(pairs: PairLoss) -> BoundLoss:
     """The Bradley-Terry loss of pairs of scores."""
     return _pairwise(pairs)
+
+
+def sampled_pairwise_loss(pairs: PairLoss) -> BoundLoss:
+    """The same of pairs `with_samples` of the policy, whose scores are a statistic."""
+    return _sampled(pairs)
 
 
 def cost_loss(pairs: PairLoss) -> BoundLoss:

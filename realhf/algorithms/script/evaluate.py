@@ -1,13 +1,14 @@
-"""Views on the workers: the columns that a call of a script reads, with its tensor functions evaluated."""
+"""Views on the workers: the columns that a call reads, with its tensor functions evaluated."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from realhf.algorithms.statistics import add_stats
 from realhf.api.script.columns import Columns
+from realhf.api.script.config import Report
 from realhf.api.script.functions import describe_function, load_function
 from realhf.api.script.views import Application, ColumnOf, View
 from realhf.engine.batch import Batch
@@ -20,10 +21,10 @@ Data = dict[str, list[Tensor]]
 class Evaluation:
     """The views of one call on its batch; each tensor function runs once.
 
-    `stats` are the statistics of the functions with the numbers `reports`.
+    `stats` are the statistics of the functions with the numbers `reports`; None: of all.
     """
 
-    def __init__(self, batch: Batch, context: Context, reports: tuple[int, ...]):
+    def __init__(self, batch: Batch, context: Context, reports: Collection[Report] | None):
         self._batch, self._context, self._reports = batch, context, reports
         self._made: dict[int, Data] = {}
         self.stats: Stats = {}
@@ -38,13 +39,16 @@ class Evaluation:
 
     def data(self, view: View) -> Data:
         if view.function is None:
-            return {name: self._batch.data[key] for name, key in view.columns}
-        if view.function.number not in self._made:
-            self._made[view.function.number] = self._evaluate(view.function)
-        return self._made[view.function.number]
+            return self._inputs(view.columns)
+        if id(view.function) not in self._made:
+            self._made[id(view.function)] = self._evaluate(view.function, view.columns)
+        return self._made[id(view.function)]
 
-    def _evaluate(self, applied: Application) -> Data:
-        """The columns of all arguments, and those that the function makes."""
+    def _inputs(self, columns: Iterable[tuple[str, str]]) -> Data:
+        return {name: self._batch.data[key] for name, key in columns} or self._batch.data
+
+    def _evaluate(self, applied: Application, named: Sequence[tuple[str, str]]) -> Data:
+        """The columns of all arguments, by the names of `named`, and those that the function makes."""
         function = load_function(applied.function)
         arguments = [self._argument(value) for value in applied.arguments]
         keywords = {name: self._argument(value) for name, value in applied.keywords}
@@ -58,13 +62,12 @@ class Evaluation:
             )
         for name, values in columns.items():
             check_column(f"{what}: column {name!r}", values, self._batch.ids, finite=True)
-        if applied.number in self._reports:
+        if self._reports is None or applied.number in self._reports:
             self.stats = add_stats([self.stats, check_stats(stats)])
         data: Data = {}
         for view in applied.views:
-            data |= (
-                {key: self._batch.data[key] for _, key in view.columns} if view.function is None else self.data(view)
-            )
+            read = [pair for pair in named or view.columns if pair[1] in view.keys]
+            data |= self._inputs(read) if view.function is None else self.data(view)
         return {**data, **{name: list(values) for name, values in columns.items()}}
 
     def _argument(self, value: Any) -> Any:

@@ -29,7 +29,7 @@ class OwnMethodInterface:
     def _run(self, model: Model, batches: Sequence[Batch], context: Context, *, is_training: bool) -> CallResult:
         c = self.config
         evaluation = Evaluation(concatenate(batches), context, c.reports)
-        whole = evaluation.batch(c.view)
+        whole = evaluation.batch(c.batch)
         given = divided(whole, [len(batch) for batch in batches])
         function = load_function(c.function)
         result = function(model, given if is_training else whole, context, *c.arguments, **dict(c.keywords))
@@ -37,6 +37,6 @@ class OwnMethodInterface:
             raise InterfaceError(
                 f"{describe_function(c.function)} returned a {type(result).__name__}, must be a CallResult"
             )
-        keys = dict(c.outputs)
+        keys = dict(zip(c.makes, c.outputs, strict=True))
         outputs = {keys.get(name, name): values for name, values in result.outputs.items()}
         return CallResult(outputs=outputs, stats={**evaluation.stats, **result.stats})

@@ -1,20 +1,36 @@
-"""The calls of a script that do not train: generation, log-probabilities, values, scores."""
+"""The calls that do not train: generation, log-probabilities, values, scores."""
 
 import zlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from realhf.algorithms.responses import by_sample, response_logprobs, response_values
-from realhf.algorithms.reward.interface import last_scores
-from realhf.algorithms.rollout.interface import generate
+from realhf.algorithms.responses import by_sample, last_scores, response_logprobs, response_values
 from realhf.algorithms.script.evaluate import Evaluation
 from realhf.algorithms.script.rows import as_rollouts
 from realhf.algorithms.statistics import mean_of
+from realhf.algorithms.stop_strings import stop_strings
 from realhf.api.script.config import Generate, Logprobs, Score, ScriptCall, Values
 from realhf.engine.batch import Batch
-from realhf.engine.interface import CallResult, Context, Model, Postprocess
+from realhf.engine.interface import CallResult, Context, GenerationOutput, GenerationRequest, Model, Postprocess, Stats
 from realhf.parallel.vocabulary import Logits
+
+
+def generate(model: Model, batch: Batch, context: Context, config: Generate) -> GenerationOutput:
+    """Samples a response to every prompt; the key `forced_response` replaces the samples (replay)."""
+    draw = zlib.crc32(config.name.encode()) if config.name else 0  # other random numbers for each call of a step
+    request = GenerationRequest(
+        config,
+        sample_key=(context.seed ^ draw, context.step),
+        prompt_key=dict(config.batch.columns).get("prompt", "prompt"),
+        micro_batches=context.micro_batches,
+        planned_graphs=context.decode_graphs,
+        forced=batch.data.get("forced_response"),
+        return_logits="logits" in context.record,
+        is_end=stop_strings(config.tokenizer, config.stop_strings) if config.stop_strings else None,
+    )
+    return model.generate(batch, request)
 
 
 class GenerateInterface:
@@ -24,36 +40,35 @@ class GenerateInterface:
         self.config = config
 
     def generate(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        c = self.config
-        ((_, prompt_key),) = c.view.columns
-        batch = batch.with_data(prompt=batch.data[prompt_key])
-        out = generate(model, batch, context, c, draw=zlib.crc32(c.name.encode()) if c.name else 0)
+        out = generate(model, batch, context, self.config)
         if not context.holds_outputs:
             return CallResult()
-        keys = dict(c.outputs)
+        seq, logprob = self.config.output_data
         # Training computes log-probabilities of the untruncated distribution: the ratio is that of like with like.
         outputs = {
-            keys["seq"]: out.sequences,
-            keys["logprob"]: out.untruncated_logprobs,
+            seq: out.sequences,
+            logprob: out.untruncated_logprobs,
+            "drawn_logprob": out.logprobs,
             "margin": out.margins,
             "logits": out.logits,
         }
-        return CallResult(outputs={key: values for key, values in outputs.items() if values})
+        lengths = (float(sum(map(len, out.logprobs))), float(len(batch)))
+        return CallResult(
+            outputs={key: values for key, values in outputs.items() if values},
+            stats={self.config.statistic: lengths} if self.config.statistic else {},
+        )
 
 
 class _Inference:
-    """A pass without gradients over the rollouts of a view."""
+    """A pass without gradients over the rows of a view."""
 
     def __init__(self, config: ScriptCall):
         self.config = config
 
-    def run(self, model: Model, rollouts: Batch, context: Context, postprocess: Postprocess) -> CallResult:
-        """What `postprocess` gives by the names of the columns, under their keys."""
-        outputs = model.forward(rollouts, "seq", postprocess, context.micro_batches)
-        if not context.holds_outputs:
-            return CallResult()
-        keys = dict(self.config.outputs)
-        return CallResult(outputs={keys[name]: values for name, values in outputs.items()})
+    def run(self, model: Model, rows: Batch, context: Context, postprocess: Postprocess, stats: Stats) -> CallResult:
+        """What `postprocess` gives, and the statistics of what was read."""
+        outputs = model.forward(rows, "seq", postprocess, context.micro_batches)
+        return CallResult(outputs=outputs, stats=stats) if context.holds_outputs else CallResult()
 
 
 class LogprobsInterface(_Inference):
@@ -63,21 +78,20 @@ class LogprobsInterface(_Inference):
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         c, evaluation = self.config, Evaluation(batch, context, self.config.reports)
-        names = [name for name, _ in c.outputs]
-        rollouts = as_rollouts(evaluation.batch(c.view), c.rows)
+        key, *others = c.output_data
 
         def logprobs(logits: Logits, part: Batch) -> dict[str, list[Tensor]]:
             each = by_sample(response_logprobs(logits, part, c.temperature), part)
             if c.rows == "pairs" and not c.per_token:
                 each = [values.sum().view(1) for values in each]
-            return {names[0]: each}
+            return {key: each}
 
-        result = self.run(model, rollouts, context, logprobs)
-        if c.rows != "pairs" or not context.holds_outputs:
-            return CallResult(outputs=result.outputs, stats=evaluation.stats) if context.holds_outputs else result
-        chosen, rejected = (key for _, key in c.outputs)
-        both = result.outputs[chosen]
-        return CallResult(outputs={chosen: both[::2], rejected: both[1::2]}, stats=evaluation.stats)
+        rows = as_rollouts(evaluation.batch(c.batch), c.rows)
+        result = self.run(model, rows, context, logprobs, evaluation.stats)
+        if not others or not result.outputs:
+            return result
+        both = result.outputs[key]
+        return replace(result, outputs={key: both[::2], others[0]: both[1::2]})
 
 
 class ValuesInterface(_Inference):
@@ -87,13 +101,12 @@ class ValuesInterface(_Inference):
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         evaluation = Evaluation(batch, context, self.config.reports)
-        ((name, _),) = self.config.outputs
+        (key,) = self.config.output_data
 
         def values(head: Tensor, part: Batch) -> dict[str, list[Tensor]]:
-            return {name: by_sample(response_values(head, part), part)}
+            return {key: by_sample(response_values(head, part), part)}
 
-        result = self.run(model, evaluation.batch(self.config.view), context, values)
-        return CallResult(outputs=result.outputs, stats=evaluation.stats) if context.holds_outputs else result
+        return self.run(model, evaluation.batch(self.config.batch), context, values, evaluation.stats)
 
 
 class ScoreInterface(_Inference):
@@ -103,14 +116,14 @@ class ScoreInterface(_Inference):
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         evaluation = Evaluation(batch, context, self.config.reports)
-        ((name, _),) = self.config.outputs
+        (key,) = self.config.output_data
 
         def scores(head: Tensor, part: Batch) -> dict[str, list[Tensor]]:
-            return {name: last_scores(head, part, "seq")}
+            return {key: last_scores(head, part)}
 
-        result = self.run(model, evaluation.batch(self.config.view), context, scores)
-        if not context.holds_outputs:
+        result = self.run(model, evaluation.batch(self.config.batch), context, scores, evaluation.stats)
+        if not result.outputs:
             return result
-        given = self.config.statistic
-        stats = {given: mean_of(torch.cat(next(iter(result.outputs.values()))))} if given else {}
-        return CallResult(outputs=result.outputs, stats={**evaluation.stats, **stats})
+        given = torch.cat(result.outputs[key]).double()
+        powers = {name: mean_of(given**power) for power, name in enumerate(self.config.statistics, 1)}
+        return replace(result, stats=result.stats | powers)

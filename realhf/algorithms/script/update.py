@@ -1,16 +1,16 @@
-"""The update of a script: optimizer steps on the sum of one or several losses."""
+"""The update: optimizer steps on the sum of one or several losses."""
 
 import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from realhf.algorithms.functional import at_least_fp32, kl_k3, last_positions, predicting_positions, token_statistics
+from realhf.algorithms.responses import response_lengths
 from realhf.algorithms.samples import of_responses, rollout_stats
 from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
@@ -39,23 +39,27 @@ class UpdateInterface:
         c = self.config
         evaluation = Evaluation(concatenate(mini_batches), context, c.reports)
         sizes = [len(batch) for batch in mini_batches]
-        terms = [divided(evaluation.batch(term.view), sizes) for term in c.terms]
+        terms = [divided(evaluation.batch(term.batch), sizes) for term in c.terms]
         rows = [
             _merged([as_rollouts(batch, term.rows) for term, batch in zip(c.terms, batches, strict=True)])
             for batches in zip(*terms, strict=True)
         ]
+        # A policy alone moves away from the one that drew its rollouts.
+        max_kl = c.max_kl if c.rows == "rollout" and model.config.head == "lm" else None
         stats = optimizer_steps(
-            lambda weighted: self._step(model, *weighted, context),
+            lambda weighted: self._step(model, *weighted, context, with_kl=max_kl is not None),
             list(zip(rows, self._global_weights(rows, context), strict=True)),
-            c,
             context,
             device_of(rows),
+            epochs=c.epochs,
+            max_kl=max_kl,
         )
         if not context.holds_outputs:
             return CallResult()
         own = ("loss", "grad_norm", "lr", "skipped_mini_batches", "stopped_after", KL_STATISTIC)
-        named = prefixed(c.model, {name: stats.pop(name) for name in own if name in stats})
-        first = add_stats(rollout_stats(batch.data) for batch in terms[0]) if c.rollout_statistics else {}
+        named = prefixed(c.prefix, {name: stats.pop(name) for name in own if name in stats})
+        of_rollouts = c.rows == "rollout" and (c.reports is None or "rollout" in c.reports)
+        first = add_stats(rollout_stats(batch.data) for batch in terms[0]) if of_rollouts else {}
         return CallResult(stats={**first, **stats, **named, **evaluation.stats})
 
     def _global_weights(self, mini_batches: Sequence[Batch], context: Context) -> list[list[float]]:
@@ -67,7 +71,7 @@ class UpdateInterface:
         ).tolist()
         return weights
 
-    def _step(self, model: Model, batch: Batch, weights: Sequence[float], context: Context) -> Stats:
+    def _step(self, model: Model, batch: Batch, weights: Sequence[float], context: Context, *, with_kl: bool) -> Stats:
         """The statistics of one optimizer step. None is made where every sample of the first loss is left out.
 
         weights: by term, of the mini-batch on all ranks.
@@ -77,7 +81,7 @@ class UpdateInterface:
         return model.train_step(
             batch,
             "seq",
-            lambda head, part: self._loss(head, part, weights),
+            lambda head, part: self._loss(head, part, weights, with_kl=with_kl),
             lambda part: self._weights(part)[0],
             context.micro_batches,
         )
@@ -90,7 +94,7 @@ class UpdateInterface:
             for number, loss in enumerate(self._losses)
         ]
 
-    def _loss(self, head: Head, part: Batch, weights: Sequence[float]) -> tuple[Tensor, Stats]:
+    def _loss(self, head: Head, part: Batch, weights: Sequence[float], *, with_kl: bool) -> tuple[Tensor, Stats]:
         """The sum of the terms of a micro-batch, in units of the first one's weight."""
         places = _terms_of(part)
         total: Tensor | None = None
@@ -99,8 +103,8 @@ class UpdateInterface:
             rows = [i for i, place in enumerate(places) if place == number]
             if not rows:
                 continue
-            seen, with_kl = _of_term(part, rows, number), number == 0 and self.config.max_kl is not None
-            value, made = loss(head, part, rows, seen, with_kl=with_kl)
+            seen = _of_term(part, rows, number)
+            value, made = loss(head, part, rows, seen, with_kl=with_kl and number == 0)
             if number:  # a term whose rows have no token in the loss adds nothing
                 value = value * (term.coef * weights[0] / weights[number] if weights[number] else 0.0)
             total = value if total is None else total + value
@@ -115,12 +119,12 @@ class MeasureInterface:
 
     def __init__(self, config: Measure):
         self.config = config
-        self._loss = _Loss(config.term)
+        self._loss = _Loss(config)
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         c = self.config
         evaluation = Evaluation(batch, context, c.reports)
-        rows = _with_term(as_rollouts(evaluation.batch(c.view), c.term.rows), 0)
+        rows = _with_term(as_rollouts(evaluation.batch(c.batch), c.rows), 0)
         parts: list[Stats] = [evaluation.stats]
 
         def measure(head: Head, part: Batch) -> dict[str, list[Tensor]]:
@@ -128,7 +132,7 @@ class MeasureInterface:
             if counted:
                 seen = part.select(counted)
                 loss, stats = self._loss(head, part, counted, seen, with_kl=False)
-                parts.append({**stats, f"{c.model}_loss": (float(loss), self._loss.weight(seen))})
+                parts.append(stats | prefixed(c.prefix, {"loss": (float(loss), self._loss.weight(seen))}))
             return {}
 
         model.forward(rows, "seq", measure, context.micro_batches)
@@ -147,12 +151,11 @@ class _Loss:
         """The sum over the losses of `rows`, which are `seen` with the columns of this term, to be divided by the sum
         of `weight`."""
         bound = self.term.loss
-        quantity, entropy = self.quantity(head, part, rows)
-        keywords: dict[str, Any] = dict(bound.keywords)
-        if "entropy" in self._names:
-            keywords["entropy"] = entropy
+        quantity, details = self.quantity(head, part, rows)
+        keywords = dict(bound.keywords) | {name: each for name, each in details.items() if name in self._names}
         if self.term.rows == "pairs":
-            sides = torch.stack([side.sum() for side in quantity.split(self._counts(seen))])  # [2 x pairs]
+            counts = [1] * len(rows) if _is_scalar(head) else response_lengths(seen)
+            sides = torch.stack([side.sum() for side in quantity.split(counts)])  # [2 x pairs]
             result = self._function(*sides.view(-1, 2).unbind(1), pairs_of(seen), *bound.arguments, **keywords)
         else:
             result = self._function(quantity, seen, *bound.arguments, **keywords)
@@ -169,22 +172,21 @@ class _Loss:
         factors = self._factors(seen)
         return (losses if factors is None else losses * factors).sum(), stats
 
-    def quantity(self, head: Head, part: Batch, rows: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Of the tokens of the responses of `rows`: log-probabilities and on demand entropies, or values; of pairs with
-        a scalar head, one score a sequence."""
+    def quantity(self, head: Head, part: Batch, rows: list[int]) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """Of the tokens of the responses of `rows`: values, or log-probabilities and by name what a loss may ask for
+        beside them (see `loss_function`); of pairs with a scalar head, one score a sequence."""
         sequences, prompts = part.data["seq"], part.data["prompt"]
         lengths = [len(sequence) for sequence in sequences]
-        is_scalar = isinstance(head, Tensor) and head.dim() == 1
-        if is_scalar and self.term.rows == "pairs":
-            return at_least_fp32(head)[last_positions(lengths, head.device)[rows]], None
+        if _is_scalar(head) and self.term.rows == "pairs":
+            return at_least_fp32(head)[last_positions(lengths, head.device)[rows]], {}
         positions = predicting_positions(lengths, [len(prompt) for prompt in prompts], head.device)
         each = positions.split([n - len(prompt) for n, prompt in zip(lengths, prompts, strict=True)])
         positions = torch.cat([each[row] for row in rows])
-        if is_scalar:
-            return at_least_fp32(head)[positions], None
+        if _is_scalar(head):
+            return at_least_fp32(head)[positions], {}
         tokens = part.packed("seq").values[positions + 1]
         found = token_statistics(head[positions], tokens, self.term.temperature, with_entropy="entropy" in self._names)
-        return found.logprob, found.entropy
+        return found.logprob, {"entropy": found.entropy, "is_top": found.is_top}
 
     def weight(self, rows: Batch) -> float:
         """What the loss is divided by, of these rows."""
@@ -194,20 +196,11 @@ class _Loss:
             return len(rows) / 2
         if self._is_by_sequence:
             return float(len(rows))
-        return float(torch.cat(rows.data["in_loss"]).sum() if "in_loss" in rows.data else sum(_response_lengths(rows)))
+        return float(torch.cat(rows.data["in_loss"]).sum() if "in_loss" in rows.data else sum(response_lengths(rows)))
 
     @cached_property
     def _is_by_sequence(self) -> bool:
         return self.term.loss.reduction.kind != "token_mean"
-
-    def _counts(self, rows: Batch) -> list[int]:
-        """How many elements of `quantity` belong to each sequence of pairs."""
-        counts = _response_lengths(rows)
-        return counts if self._is_of_tokens else [1] * len(counts)
-
-    @cached_property
-    def _is_of_tokens(self) -> bool:
-        return not self.term.is_scalar
 
     def _factors(self, rows: Batch) -> Tensor | None:
         """What the losses of tokens are multiplied by, [responses]; None: by 1."""
@@ -219,19 +212,19 @@ class _Loss:
         return math.prod(factors, start=torch.ones_like(factors[0])) if factors else None
 
 
+def _is_scalar(head: Head) -> bool:
+    return isinstance(head, Tensor) and head.dim() == 1
+
+
 def _of_tokens(rows: Batch, reduction: Reduction) -> Tensor:
     """By token of the responses the factor of a reduction by sequences: [responses]."""
     device = device_of([rows])
-    lengths = _response_lengths(rows)
+    lengths = response_lengths(rows)
     if reduction.kind == "sequence_sum_over":
         return torch.full((sum(lengths),), 1 / reduction.over, dtype=torch.float64, device=device)
     each = torch.tensor(lengths, device=device)
     counts = each if "in_loss" not in rows.data else torch.stack([mask.sum() for mask in rows.data["in_loss"]])
     return (1 / counts.double().clamp(min=1)).repeat_interleave(each, output_size=sum(lengths))
-
-
-def _response_lengths(rows: Batch) -> list[int]:
-    return [len(seq) - len(prompt) for seq, prompt in zip(rows.data["seq"], rows.data["prompt"], strict=True)]
 
 
 def _merged(terms: Sequence[Batch]) -> Batch:

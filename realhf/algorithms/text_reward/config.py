@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
+from realhf.api.script.config import ScriptCall
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
-from realhf.dataflow.interface import InterfaceConfig
 from realhf.rewards.pool import BATCH_SAMPLES, CONCURRENCY, OnError, PoolOptions
 from realhf.rewards.sources import READY, RewardSource, load_rewards, notes_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextReward(InterfaceConfig):
+class TextReward(ScriptCall):
     """INFERENCE: `reward` [1] float32 of `prompt` and `seq`, by functions on texts; runs beside the devices.
 
     The reward of a sample is the sum of weight * value over the functions that give it a value. Where `on_error` is
@@ -22,12 +22,13 @@ class TextReward(InterfaceConfig):
 
     Statistics: `reward_total` (the mean reward of the samples that count), `reward_NAME` for each function (the mean of
     the values that it gave), `reward_failures` (the share of samples for which a function failed) and `reward_seconds`
-    (of all functions, a sample).
+    (of all functions, a sample), with `prefix` in front of them.
     """
 
     implementation: ClassVar[str] = "realhf.algorithms.text_reward.interface:TextRewardInterface"
     uses_model: ClassVar[bool] = False
     runs_beside: ClassVar[bool] = True
+    columns: ClassVar[tuple[str, ...]] = ("reward", "valid")
 
     rewards: tuple[str, ...]
     """The functions: `FILE.py:FUNCTION` or `ready:NAME(option=value)`, each with `=WEIGHT` behind it if it is not 1."""
@@ -50,6 +51,7 @@ class TextReward(InterfaceConfig):
     """The most samples that a function of batches gets at a time."""
     seconds_per_sample: float = 0.001
     """For the planner: how long the functions work on a sample."""
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         if not self.rewards:
@@ -67,8 +69,8 @@ class TextReward(InterfaceConfig):
 
     @property
     def output_data(self) -> tuple[str, ...]:
-        """The keys that its calls make."""
-        return ("reward", "valid") if self.on_error == "drop" else ("reward",)
+        """The keys that the call makes."""
+        return super().output_data[: 2 if self.on_error == "drop" else 1]
 
     def pool_options(self, processes: int) -> PoolOptions:
         return PoolOptions(

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.algorithms.script.evaluate import Evaluation
+from realhf.algorithms.statistics import prefixed
 from realhf.algorithms.text_reward.config import TextReward
 from realhf.data.tokenizer import TextTokenizer
 from realhf.engine.batch import Batch
@@ -17,7 +19,7 @@ from realhf.engine.interface import CallResult, Context, Model, Stats
 from realhf.engine.returned import InterfaceError
 from realhf.machine.host import read_host
 from realhf.rewards.jobs import RewardError
-from realhf.rewards.pool import RewardPool, Score
+from realhf.rewards.pool import PoolOptions, RewardPool, Score
 from realhf.rewards.signature import Sample
 
 _CHAT_COLUMNS = ("prompt", "messages", "conversation", "conversations")
@@ -30,23 +32,27 @@ class TextRewardInterface:
         self.config = config
         self._tokenizer = _tokenizer(config.tokenizer)
         try:
-            self._pool = _pool(config)  # before the first step: what the functions import takes its time
+            # Before the first step: what the functions import takes its time.
+            self._pool = _pool(config.rewards, _options(config))
         except RewardError as error:
             raise InterfaceError(str(error)) from error
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        pool = self._pool
+        pool, config = self._pool, self.config
+        evaluation = Evaluation(batch, context, config.reports)
+        rollouts = evaluation.batch(config.batch)
         try:
-            scores = pool.score(self._samples(batch, context))
+            scores = pool.score(self._samples(rollouts, context))
         except RewardError as error:
             raise InterfaceError(str(error)) from error
         if not context.holds_outputs:
             return CallResult()
-        device = batch.data["seq"][0].device
-        outputs = {"reward": _column([score.reward for score in scores], device)}
-        if self.config.on_error == "drop":
-            outputs["valid"] = _column([float(score.is_valid) for score in scores], device)
-        return CallResult(outputs=outputs, stats=statistics(pool.names, scores))
+        device = rollouts.data["seq"][0].device
+        columns = ([score.reward for score in scores], [float(score.is_valid) for score in scores])
+        outputs = {key: _column(values, device) for key, values in zip(config.output_data, columns, strict=False)}
+        return CallResult(
+            outputs=outputs, stats=evaluation.stats | prefixed(config.prefix, statistics(pool.names, scores))
+        )
 
     def _samples(self, batch: Batch, context: Context) -> list[Sample]:
         columns = (batch.ids, batch.data["prompt"], batch.data["seq"], context.rows(batch.ids))
@@ -116,9 +122,13 @@ def _tokenizer(location: str) -> TextTokenizer:
     return TextTokenizer(location)
 
 
+def _options(config: TextReward) -> PoolOptions:
+    return config.pool_options(max(1, read_host().cores // _workers_on_this_host()))
+
+
 @cache  # training and evaluation share one; its processes end with the worker
-def _pool(config: TextReward) -> RewardPool:
-    return RewardPool(config.rewards, config.pool_options(max(1, read_host().cores // _workers_on_this_host())))
+def _pool(rewards: tuple[str, ...], options: PoolOptions) -> RewardPool:
+    return RewardPool(rewards, options)
 
 
 def _workers_on_this_host() -> int:

@@ -42,8 +42,8 @@ class Columns:
 
 
 class Symbolic(ABC):
-    """What stands in the text of a script for values of the step: columns, or one of them."""
+    """What stands in the text of an experiment for values of the step: columns, or one of them."""
 
     @abstractmethod
-    def _apply(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Columns:
+    def _apply(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The result of a tensor function (`realhf.api.script.functions.TensorFunction`), as a symbol again."""

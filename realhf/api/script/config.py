@@ -1,12 +1,17 @@
-"""Settings of the calls that a script makes; see `realhf.algorithms.script` for what they do on the workers."""
+"""The kinds of model function calls; see `realhf.algorithms.script` for what they do on the workers.
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+A script makes them by the methods of its models. An experiment that lists its calls gives them as `interface_impl`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from realhf.api.generation import GenerationOptions
 from realhf.api.script.functions import BoundLoss, Named
-from realhf.api.script.views import View
+from realhf.api.script.views import INPUTS, View
+from realhf.base.errors import UserError
 from realhf.dataflow.interface import InterfaceConfig
 
 _ROOM = "realhf.algorithms.script"
@@ -18,45 +23,104 @@ SEQUENCES: dict[Rows, tuple[str, ...]] = {
     "examples": ("tokens",),
     "pairs": ("chosen", "rejected"),
 }
+# The statistics that a call may give beside its own: of the rollouts that it reads, and by number of a tensor function.
+Report = Literal["rollout"] | int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCall(InterfaceConfig):
-    """What all calls of a script have.
+    """What all kinds of calls have.
 
-    view: the columns that the call reads.
-    outputs: pairs (column, key) of what it makes.
-    reports: numbers of the tensor functions whose statistics this call gives; another call may evaluate them too.
-    sequences: keys whose tokens the model reads, where these are not a prompt and its response.
+    batch: the columns that the call reads: all of its inputs by their keys, `inputs(prompt="question")`, or the result
+        of a tensor function.
+    outputs: the keys of what it makes, in the order of `columns`; those left out have the column's name.
+    reports: the statistics that it gives beside its own, of the rollouts and of tensor functions; None: all. Another
+        call may read the same, and a statistic of two calls gets their models' names.
     """
 
-    view: View
-    outputs: tuple[tuple[str, str], ...] = ()
-    reports: tuple[int, ...] = ()
-    sequences: tuple[str, ...] = ()
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    batch: View = INPUTS
+    outputs: tuple[str, ...] = ()
+    reports: tuple[Report, ...] | None = None
+
+    @property
+    def output_data(self) -> tuple[str, ...]:
+        """The keys that the call makes."""
+        return (*self.outputs, *self.columns[len(self.outputs) :])
 
     @property
     def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]  # of each call, not of the class
-        return self.sequences
+        return _sequence_keys([(self.batch, SEQUENCES["rollout"])])
+
+
+def _sequence_keys(read: Iterable[tuple[View, Sequence[str]]]) -> tuple[str, ...]:
+    """The keys of the columns with these names; none for one rollout, which the planner takes for granted."""
+    keys = [
+        key for view, names in read for name, key in view.columns or zip(names, names, strict=True) if name in names
+    ]
+    return () if keys == ["seq"] else tuple(keys)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(GenerationOptions, ScriptCall):
-    """GENERATE: `prompt` -> `seq` and `logprob` [response], of the whole distribution at the rollout's temperature.
+    """GENERATE: `prompt` -> `seq` (prompt and response) and `logprob` [response], of the whole distribution at the
+    temperature of the draw.
 
-    `name` is that of the call, empty for the first one of a model; each name has random numbers of its own.
+    `--record` also takes `drawn_logprob` (of the distribution that tokens are drawn from, which `top_k` and `top_p`
+    truncate), `margin` and `logits`; see `realhf.engine.interface.GenerationOutput`.
+
+    name: empty for the first call of a model; each name has random numbers of its own.
+    statistic: the name of the mean length of the responses; empty: none.
     """
 
     implementation: ClassVar[str] = f"{_ROOM}.rollouts:GenerateInterface"
-    recordable: ClassVar[tuple[str, ...]] = ("seq", "logprob", "margin", "logits")
+    recordable: ClassVar[tuple[str, ...]] = ("seq", "logprob", "drawn_logprob", "margin", "logits")
+    columns: ClassVar[tuple[str, ...]] = ("seq", "logprob")
 
     name: str = ""
+    statistic: str = ""
+
+    @classmethod
+    def by(cls, options: GenerationOptions, **settings: Any) -> Self:
+        """The call that draws by `options`, or hyperparameters derived from them, with further `settings`."""
+        drawing = {one.name: getattr(options, one.name) for one in fields(GenerationOptions)}
+        return cls(**drawing | settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledAccuracy(Generate):
+    """GENERATE: how often the response to `prompt` is exactly `answer`: the same text, and then the end token.
+
+    Texts are compared because one text can be cut into tokens in several ways; `tokenizer` turns both into text.
+
+    Statistics: `statistic` (a share from 0 to 1) and `STATISTIC_response_length` (tokens). No outputs.
+    """
+
+    implementation: ClassVar[str] = f"{_ROOM}.accuracy:SampledAccuracyInterface"
+    recordable: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[tuple[str, ...]] = ()
+
+    statistic: str = "accuracy"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.end_token < 0:
+            raise UserError(
+                f"eos_token={self.eos_token}: an answer is right only with its end token; give that of the tokenizer"
+            )
+        if not Path(self.tokenizer).is_file():
+            raise UserError(
+                f"tokenizer={self.tokenizer!r}: no such file, and answers are compared as text; give the path of the "
+                "model's tokenizer.json"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logprobs(ScriptCall):
-    """INFERENCE: log-probabilities at `temperature`: of the response tokens of rollouts, one column [response];
-    of pairs two columns, sums over the tokens of each answer [1], or with `per_token` [answer]."""
+    """INFERENCE: log-probabilities at `temperature`: of the response tokens of rollouts (`prompt`, `seq`) the column
+    `ref_logprob` [response]; of pairs (`prompt`, `chosen`, `rejected`) `chosen_ref_logprob` and `rejected_ref_logprob`,
+    sums over the tokens of each answer [1], or with `per_token` [answer]."""
 
     implementation: ClassVar[str] = f"{_ROOM}.rollouts:LogprobsInterface"
 
@@ -64,64 +128,131 @@ class Logprobs(ScriptCall):
     temperature: float = 1.0
     per_token: bool = False
 
+    @property
+    def output_data(self) -> tuple[str, ...]:
+        sides = [f"{side}_" for side in SEQUENCES["pairs"]] if self.rows == "pairs" else [""]
+        return self.outputs or tuple(f"{side}ref_logprob" for side in sides)
+
+    @property
+    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return _sequence_keys([(self.batch, SEQUENCES[self.rows])])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Values(ScriptCall):
-    """INFERENCE: values of the states that predict the response tokens, [response]."""
+    """INFERENCE: `prompt`, `seq` -> `value` [response], of the states that predict the tokens of the response."""
 
     implementation: ClassVar[str] = f"{_ROOM}.rollouts:ValuesInterface"
+    columns: ClassVar[tuple[str, ...]] = ("value",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score(ScriptCall):
-    """INFERENCE: the value of `seq` at its last token, [1]. `statistic` is the name of its mean; empty: none."""
+    """INFERENCE: `seq` -> `reward` [1], the value of the sequence at its last token.
+
+    statistics: the names of the mean of the scores and of their squares, as far as they are given.
+    """
 
     implementation: ClassVar[str] = f"{_ROOM}.rollouts:ScoreInterface"
+    columns: ClassVar[tuple[str, ...]] = ("reward",)
 
-    statistic: str = ""
+    statistics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A loss on some of the rows of an update. `coef` multiplies it; `is_scalar` is the kind of the model's head."""
+    """A loss on some of the rows of an update.
 
-    view: View
-    rows: Rows
-    loss: BoundLoss
-    temperature: float = 1.0
+    rows: rollouts (`prompt`, `seq`), examples (`tokens`, `prompt_length`, and where there is one `loss_mask`), or pairs
+        (`prompt`, `chosen`, `rejected`).
+    temperature: at which the rollouts were drawn; 0: that of the loss's hyperparameters, else 1.
+    coef: multiplies the loss where it stands beside that of an update.
+    """
+
+    loss: BoundLoss = field(kw_only=False)
+    batch: View = INPUTS
+    rows: Rows = "rollout"
+    temperature: float = 0.0
     coef: float = 1.0
-    is_scalar: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, BoundLoss):
+            raise UserError(
+                f"an update was given a {type(self.loss).__name__} for a loss; mark a function with loss_function, and "
+                "call it with its hyperparameters: Update(my_loss(hp))"
+            )
+        if self.rows not in get_args(Rows):
+            raise UserError(f"rows={self.rows!r} is not known; choose one of {', '.join(get_args(Rows))}")
+        temperature = self.temperature or self.loss.setting("temperature", 1.0) or 1.0
+        object.__setattr__(self, "temperature", temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update(ScriptCall):
-    """TRAIN_STEP: one optimizer step a mini-batch on the sum of all terms, which may be of different rows.
+class Update(Term, ScriptCall):
+    """TRAIN_STEP: one optimizer step a mini-batch on the sum of a loss and the further ones in `also`, which may be of
+    other rows.
 
-    `model` is its name, in front of the statistics `loss`, `grad_norm` and `lr`. Of rollouts there are also
-    `reward_mean`, `kl`, `kl_per_sequence`, `response_length`, `entropy`, as far as the columns allow. With `max_kl` the
-    call stops after the first optimizer step in whose pass the policy was further than that from the rollout's:
-    KL(old || new), the mean over tokens of new / old - 1 - log(new / old).
+    Statistics: `loss`, `grad_norm` and `lr`, with `prefix` in front of them; of rollouts also `reward_mean`, `kl`,
+    `kl_per_sequence`, `response_length`, `entropy`, as far as the columns allow.
+
+    epochs: how often it goes through the mini-batches; 0: as often as the loss's hyperparameters say, else once.
+    max_kl: an update of a policy on rollouts stops after the first optimizer step in whose pass the policy was further
+        than this from the rollout's: KL(old || new), the mean over tokens of new / old - 1 - log(new / old). None: as
+        the loss's hyperparameters say, else never.
     """
 
     implementation: ClassVar[str] = f"{_ROOM}.update:UpdateInterface"
 
-    model: str
-    terms: tuple[Term, ...]
-    epochs: int = 1
+    also: tuple[Term, ...] = ()
+    epochs: int = 0
     max_kl: float | None = None
-    rollout_statistics: bool = False
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "epochs", self.epochs or self.loss.setting("epochs", 1))
+        if self.max_kl is None:
+            object.__setattr__(self, "max_kl", self.loss.setting("max_kl", None))
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """All losses, this one first."""
+        return (self, *self.also)
+
+    @property
+    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return _sequence_keys((term.batch, SEQUENCES[term.rows]) for term in self.terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(Term, ScriptCall):
+    """INFERENCE: the loss of an update on rows that it does not learn from, as the statistic `loss`, with `prefix` in
+    front of it, and the statistics that the loss gives."""
+
+    implementation: ClassVar[str] = f"{_ROOM}.update:MeasureInterface"
+
+    prefix: str = ""
+
+    @property
+    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return _sequence_keys([(self.batch, SEQUENCES[self.rows])])
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMethod(ScriptCall):
-    """A method of the user's: `function(model, batch, context, *arguments) -> CallResult | columns` (see
+    """A method of the user's: `function(model, batch, context, *arguments) -> CallResult` with the columns `makes` (see
     `model_method`)."""
 
     implementation: ClassVar[str] = f"{_ROOM}.own_method:OwnMethodInterface"
 
     function: Named
-    arguments: tuple[Any, ...] = field(default=())
+    makes: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = ()
     keywords: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        return _sequence_keys([(self.batch, (*SEQUENCES["rollout"], *SEQUENCES["pairs"]))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,41 +260,3 @@ class OwnRule(OwnMethod):
     """An own method that does not use its model."""
 
     uses_model: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreTexts(ScriptCall):
-    """INFERENCE beside the devices: `prompt`, `seq` -> `reward` [1] (and `valid` [1]) by functions on texts.
-
-    `reward` is a `realhf.algorithms.text_reward.config.TextReward`, which lies above the API; `name` is that of the
-    call, in front of the names of its statistics.
-    """
-
-    implementation: ClassVar[str] = f"{_ROOM}.texts:ScoreTextsInterface"
-    uses_model: ClassVar[bool] = False
-    runs_beside: ClassVar[bool] = True
-
-    reward: Any
-    name: str = ""
-
-    @property
-    def seconds_per_sample(self) -> float:
-        return float(self.reward.seconds_per_sample)
-
-    @property
-    def processes_per_worker(self) -> int:
-        return int(self.reward.processes_per_worker)
-
-    def check_columns(self, columns: Collection[str]) -> None:
-        self.reward.check_columns(columns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measure(ScriptCall):
-    """INFERENCE: the loss of an update on rows that it does not learn from, as the statistic MODEL_loss, with those
-    that the loss gives."""
-
-    implementation: ClassVar[str] = f"{_ROOM}.update:MeasureInterface"
-
-    model: str
-    term: Term

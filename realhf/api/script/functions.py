@@ -1,4 +1,4 @@
-"""Functions of a script that run on the workers: tensor functions, losses, and how a loss is reduced."""
+"""Functions that run on the workers, within calls: tensor functions, losses, and how a loss is reduced."""
 
 import ast
 import importlib
@@ -104,7 +104,7 @@ def reduction_of(given: Any) -> Reduction:
 
 @dataclass(frozen=True)
 class TensorFunction:
-    """See `tensor_function`. Outside a script it is the function itself."""
+    """See `tensor_function`. Outside an experiment it is the function itself."""
 
     function: Named
     __name__: str = field(default="", compare=False)
@@ -117,12 +117,13 @@ class TensorFunction:
 
 
 def tensor_function(function: Named) -> TensorFunction:
-    """Marks plain tensor code that a script may call: it runs on the workers, within the call that reads its result.
+    """Marks plain tensor code that an experiment may call: it runs on the workers, within the call that reads its
+    result.
 
     `function(*columns, *others, context) -> dict[str, list[Tensor]]` gets a `Columns` for each argument that stands for
     values of the step, and all others as they are; `context` (`realhf.engine.interface.Context`) only if it has such a
     parameter. It sees all samples of the call on its data-parallel rank, of all mini-batches. Its result are further
-    columns, one tensor [length, ...] a sample, or a pair of these and statistics. In the script the result has the
+    columns, one tensor [length, ...] a sample, or a pair of these and statistics. In the experiment the result has the
     columns of all arguments as well; of columns with one name, the later ones.
 
     Args:
@@ -175,8 +176,8 @@ def loss_function(function: Named, reduction: Reduction | str | None = None) -> 
     The quantity has a gradient. It is the log-probability of every response token under the model, at the rollout's
     temperature, [responses] of the micro-batch `batch` (`realhf.engine.batch.Batch`); of a value model the value of
     every response token. For `Pairs` the loss is `loss(chosen, rejected, batch, ...)` of sums of log-probabilities, or
-    of scores, [pairs] each. A parameter `entropy` gets the entropies [responses]. The result is not reduced: it has one
-    number for each token, or each pair.
+    of scores, [pairs] each. Parameters `entropy` and `is_top` get the entropies, and whether each token is the most
+    likely one, [responses]. The result is not reduced: it has one number for each token, or each pair.
 
     Args:
         function: a function, or MODULE:NAME of one that imports torch.

@@ -127,11 +127,10 @@ class ScriptModel(OptimizerConfig):
             view = View(tuple(pair for pair in view.columns if pair[0] in needs))
         suffix = request.name or read._origin.suffix
         request = dataclasses.replace(request, name=suffix)
-        outputs = trace.outputs(request)
-        sequences = tuple(key for name, key in view.columns if name in ("seq", *SEQUENCES["pairs"]) and key != "seq")
-        config = make(view=view, outputs=outputs, reports=trace.functions.use(view), sequences=sequences)
+        keys = trace.keys(request)
+        config = make(batch=view, outputs=tuple(keys.values()), reports=trace.functions.use(view))
         trace.add(request, config, in_reading_order(view))
-        return trace.result(request, outputs)
+        return trace.result(request, keys)
 
     def _update(
         self,
@@ -152,18 +151,16 @@ class ScriptModel(OptimizerConfig):
                 f"{self._name}.update has several losses, one of them on pairs, whose two sequences make a batch of "
                 "their own; update on the pairs in a step of their own script, or on rollouts and examples together"
             )
-        loss = terms[0].loss
-        reports = tuple(number for one in terms for number in trace.functions.use(one.view))
-        is_rollout = terms[0].rows == "rollout"
+        first, *others = terms
+        numbers = tuple(number for one in terms for number in trace.functions.use(one.batch))
+        is_new = first.rows == "rollout" and not trace.has_rollout_statistics
         config = Update(
-            model=self._name,
-            view=terms[0].view,
-            terms=tuple(terms),
-            reports=reports,
-            sequences=_sequences(terms),
-            epochs=loss.setting("epochs", 1) if epochs is None else epochs,
-            max_kl=self._max_kl(terms[0], max_kl),
-            rollout_statistics=is_rollout and not trace.has_rollout_statistics,
+            **vars(first),
+            also=tuple(others),
+            reports=("rollout", *numbers) if is_new else numbers,
+            epochs=epochs or 0,
+            max_kl=max_kl,
+            prefix=self._name,
         )
         request = Request(
             model=self._name,
@@ -172,28 +169,15 @@ class ScriptModel(OptimizerConfig):
             name=name,
             mini_batches=mini_batches or trace.mini_batches,
         )
-        trace.add(request, config, [key for one in terms for key in in_reading_order(one.view)])
-
-    def _max_kl(self, term: Term, given: float | None) -> float | None:
-        """The divergence that ends an update; only a policy moves away from the one that drew its rollouts."""
-        if self.HEAD != "lm" or term.rows != "rollout":
-            return None
-        found: float | None = term.loss.setting("max_kl", None) if given is None else given
-        return found
+        trace.add(request, config, [key for one in terms for key in in_reading_order(one.batch)])
 
     def _measure(self, term: Term, name: str) -> None:
         """In an evaluation: the loss of rows of the data, in place of an update."""
         if term.rows == "rollout":
             return
         request = Request(model=self._name, method="update", kind=INFERENCE, name=name)
-        config = Measure(
-            model=self._name,
-            view=term.view,
-            term=term,
-            reports=self._trace.functions.use(term.view),
-            sequences=_sequences([term]),
-        )
-        self._trace.add(request, config, in_reading_order(term.view))
+        config = Measure(**vars(term), reports=self._trace.functions.use(term.batch), prefix=self._name)
+        self._trace.add(request, config, in_reading_order(term.batch))
 
     def _term(self, batch: Any, loss: Any, coef: float = 1.0) -> Term:
         read = self._columns(batch, "update")
@@ -212,14 +196,7 @@ class ScriptModel(OptimizerConfig):
         rows: Rows = next((kind for kind in SEQUENCES if all(name in known for name in SEQUENCES[kind])), "rollout")
         needs = {"rollout": ("prompt", "seq"), "examples": ("tokens", "prompt_length"), "pairs": ("prompt",)}[rows]
         read._needs(needs, f"{self._name}.update", "give a rollout, or data of the kind Examples or Pairs")
-        return Term(
-            view=read._view,
-            rows=rows,
-            loss=loss,
-            temperature=read._origin.temperature or 1.0,
-            coef=coef,
-            is_scalar=self.HEAD == "scalar",
-        )
+        return Term(loss, batch=read._view, rows=rows, temperature=read._origin.temperature or 1.0, coef=coef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,16 +221,16 @@ class Policy(ScriptModel):
                 f"a {type(options).__name__}"
             )
         request = Request(model=self._name, method="generate", kind=GENERATE, outputs=("seq", "logprob"), name=name)
-        outputs, prompt = trace.outputs(request), View((("prompt", dict(read._view.columns)["prompt"]),))
-        ended = trace.with_end(options)
-        settings = {one.name: getattr(ended, one.name) for one in dataclasses.fields(GenerationOptions)}
+        keys, prompt = trace.keys(request), View((("prompt", dict(read._view.columns)["prompt"]),))
+        settings: dict[str, Any] = {}
         if trace.is_evaluation:
             settings["samples_per_prompt"] = 1
             if options.temperature and trace.temperature is not None:
                 settings["temperature"] = trace.temperature
-        config = Generate(**settings, view=prompt, outputs=outputs, name=name)
+        ended = trace.with_end(options)
+        config = Generate.by(ended, batch=prompt, outputs=tuple(keys.values()), name=name, **settings)
         trace.add(request, config, prompt.keys)
-        found = trace.result(request, outputs, kept=prompt)
+        found = trace.result(request, keys, kept=prompt)
         temperature = options.temperature or 1.0
         origin = dataclasses.replace(found._origin, temperature=temperature, generated_by=config)
         return SymbolicColumns(trace, found._view, origin)
@@ -329,23 +306,16 @@ class RewardModel(ValueModel):
     def score(self, rollout: Columns, *, key: str = "reward", name: str = "") -> Columns:
         """The column `reward` [1]."""
         request = Request(model=self._name, method="score", kind=INFERENCE, outputs=(key,), name=name)
-        statistic = f"{self._name}_mean" if self._trace.is_evaluation else ""
         read = self._columns(rollout, "score")
-        if read._origin.suffix and statistic:
-            statistic = f"{read._origin.suffix}_{statistic}"
-        return self._infer(request, partial(Score, statistic=statistic), read, ("seq",))
+        mean = "_".join(filter(None, (read._origin.suffix, self._name, "mean")))
+        statistics = (mean,) if self._trace.is_evaluation else ()
+        return self._infer(request, partial(Score, statistics=statistics), read, ("seq",))
 
 
 def in_reading_order(view: View) -> list[str]:
     """The keys of a view, prompts and sequences first: by the first sequence samples are balanced over ranks."""
     first = [key for name, key in view.columns if name in ("prompt", "seq", "tokens", *SEQUENCES["pairs"])]
     return list(dict.fromkeys((*first, *view.keys)))
-
-
-def _sequences(terms: Sequence[Term]) -> tuple[str, ...]:
-    """The keys of all sequences that an update reads; none for one rollout, which the planner takes for granted."""
-    keys = [key for one in terms for name, key in one.view.columns if name in SEQUENCES[one.rows]]
-    return () if keys == ["seq"] else tuple(keys)
 
 
 @dataclass(frozen=True)
@@ -386,7 +356,8 @@ class _BoundMethod:
         kind = OwnMethod if made.uses_model else OwnRule
 
         def make(**settings: Any) -> OwnMethod:
-            return kind(**settings, function=made.function, arguments=arguments, keywords=tuple(keywords.items()))
+            named = tuple(keywords.items())
+            return kind(**settings, function=made.function, makes=made.outputs, arguments=arguments, keywords=named)
 
         read = model._columns(batch, made.method)
         return model._infer(request, make, read, [name for name, _ in read._view.columns])

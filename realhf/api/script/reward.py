@@ -8,7 +8,6 @@ import tyro
 
 from realhf.api.backends import NATIVE
 from realhf.api.script.columns import Columns
-from realhf.api.script.config import ScoreTexts
 from realhf.api.script.data import load
 from realhf.api.script.lines import script_error
 from realhf.api.script.models import ROLLOUT, RewardModel, in_reading_order
@@ -77,8 +76,12 @@ class Reward:
             model=parameter, method="score", kind=INFERENCE, outputs=columns, name=name or rollout._origin.suffix
         )
         view = View(tuple(pair for pair in rollout._view.columns if pair[0] in ("prompt", "seq")))
-        outputs, end = trace.outputs(request), rollout._origin.ends
-        reward = load(_TEXT_REWARD)(
+        keys, end = trace.keys(request), rollout._origin.ends
+        config = load(_TEXT_REWARD)(
+            batch=view,
+            outputs=tuple(keys.values()),
+            reports=(),
+            prefix=request.name,
             rewards=self.functions,
             tokenizer=tokenizer,
             eos_token=end.eos_token,
@@ -90,10 +93,8 @@ class Reward:
             batch_samples=self.batch_samples,
             seconds_per_sample=self.seconds_per_sample,
         )
-        named = tuple(zip(("reward", "valid"), (made for _, made in outputs), strict=False))
-        config = ScoreTexts(view=view, outputs=named, reward=reward, name=request.name)
         trace.add(request, config, in_reading_order(view))
-        return trace.result(request, outputs)
+        return trace.result(request, keys)
 
     @property
     def _in_script(self) -> tuple[Trace, str, str]:

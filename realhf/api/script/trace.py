@@ -7,14 +7,13 @@ from typing import Any
 
 from realhf.api.generation import GenerationOptions
 from realhf.api.script.columns import Columns
-from realhf.api.script.config import Measure, Score, ScoreTexts, ScriptCall, Update
+from realhf.api.script.config import Measure, Score, ScriptCall
 from realhf.api.script.functions import TensorFunction
 from realhf.api.script.lines import script_error, script_line
 from realhf.api.script.symbols import Applications, Origin, SymbolicColumns
 from realhf.api.script.views import View
 from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
-from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
 
 
@@ -73,7 +72,7 @@ class Trace:
     @property
     def has_rollout_statistics(self) -> bool:
         """Whether an update so far gives the statistics of the rollouts."""
-        return any(isinstance(c.interface_impl, Update) and c.interface_impl.rollout_statistics for c in self.calls)
+        return any("rollout" in (getattr(call.interface_impl, "reports", None) or ()) for call in self.calls)
 
     def dataset(self, name: str, keys: Sequence[str]) -> SymbolicColumns:
         """The columns of a data set."""
@@ -94,16 +93,13 @@ class Trace:
             value, eos_token=self.end_tokens.first, stop_sequences=(*value.stop_sequences, *others)
         )
 
-    def outputs(self, request: Request) -> tuple[tuple[str, str], ...]:
-        """Pairs (column, key) for the columns of a call: the key has the call's name in front, or, where another call
-        has made the key already, the model's."""
-        pairs = []
-        for column in request.outputs:
-            key = f"{request.name}_{column}" if request.name else column
-            pairs.append((column, f"{request.model}_{key}" if key in self._keys else key))
-        return tuple(pairs)
+    def keys(self, request: Request) -> dict[str, str]:
+        """By column of a call its key: it has the call's name in front, or, where another call has made the key
+        already, the model's."""
+        keys = {column: f"{request.name}_{column}" if request.name else column for column in request.outputs}
+        return {column: f"{request.model}_{key}" if key in self._keys else key for column, key in keys.items()}
 
-    def add(self, request: Request, config: ScriptCall | InterfaceConfig, reads: Sequence[str]) -> None:
+    def add(self, request: Request, config: ScriptCall, reads: Sequence[str]) -> None:
         """Adds a call. Raises UserError where its name is taken, or it comes after the training of its model."""
         model, name = request.model, self._name(request)
         if request.kind is not TRAIN_STEP:
@@ -113,17 +109,16 @@ class Trace:
                         f"{model}.{request.method} comes after {model}.update (of {self._lines[call.name]}), and in a "
                         "step all calls use the weights from before its training; move it up, before the update"
                     )
-        keys = [key for _, key in getattr(config, "outputs", ())]
-        for key in keys:
+        for key in config.output_data:
             if key in self._keys:
                 raise script_error(
                     f"{model}.{request.method} makes the key {key!r}, which {self._keys[key]} makes already; give one "
                     "of the calls a name, such as name='second'"
                 )
-        self._keys |= dict.fromkeys(keys, name)
+        self._keys |= dict.fromkeys(config.output_data, name)
         self._lines[name] = script_line()
-        beside = isinstance(config, ScoreTexts)
-        place: dict[str, Any] = {} if beside else {"model_name": model, "model_type": self.architectures[model]}
+        has_model = not config.runs_beside
+        place: dict[str, Any] = {"model_name": model, "model_type": self.architectures[model]} if has_model else {}
         self.calls.append(
             ModelFunctionCallDef(
                 name=name,
@@ -131,7 +126,7 @@ class Trace:
                 interface_type=request.kind,
                 interface_impl=config,
                 input_data=list(dict.fromkeys(reads)),
-                output_data=keys,
+                output_data=config.output_data,
                 mini_batches=request.mini_batches,
                 protocol=request.protocol,
             )
@@ -149,14 +144,15 @@ class Trace:
         kept: list[ModelFunctionCallDef] = []
         needed: set[str] = set()
         for call in reversed(possible):
-            if isinstance(call.interface_impl, Score | ScoreTexts | Measure) or needed & set(call.output_data):
+            gives_statistics = call.runs_beside or isinstance(call.interface_impl, Score | Measure)
+            if gives_statistics or needed & set(call.output_data):
                 kept.insert(0, call)
                 needed |= set(call.input_data)
         return kept
 
-    def result(self, request: Request, outputs: Sequence[tuple[str, str]], kept: View | None = None) -> SymbolicColumns:
+    def result(self, request: Request, keys: Mapping[str, str], kept: View | None = None) -> SymbolicColumns:
         """The columns that a call makes, behind those of `kept`."""
-        columns = (*(kept.columns if kept else ()), *outputs)
+        columns = (*(kept.columns if kept else ()), *keys.items())
         origin = Origin(f"{request.model}.{request.method}", self._lines[self.calls[-1].name], suffix=request.name)
         return SymbolicColumns(self, View(columns), origin)
 

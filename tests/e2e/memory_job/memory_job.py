@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters, PPOReference
+from realhf.algorithms.ppo.config import PPOHyperparameters
 from realhf.api import (
     ARCHITECTURES,
     GENERATE,
@@ -19,7 +19,9 @@ from realhf.api import (
     TRAIN_STEP,
     DecoderConfig,
     DType,
+    Generate,
     InterfaceConfig,
+    Logprobs,
     ModelFunctionCallDef,
     ModelSetup,
     OptimizerConfig,
@@ -82,7 +84,7 @@ class MemoryJob:
                 model_name="actor",
                 model_type=model,
                 interface_type=GENERATE,
-                interface_impl=PPOActor(ppo=self.rollout),
+                interface_impl=Generate.by(self.rollout),
                 input_data=["prompt"],
                 output_data=["seq", "logprob"],
             ),
@@ -90,7 +92,7 @@ class MemoryJob:
                 model_name="reference",
                 model_type=model,
                 interface_type=INFERENCE,
-                interface_impl=PPOReference(ppo=self.rollout),
+                interface_impl=Logprobs(),
                 input_data=["prompt", "seq"],
                 output_data=["ref_logprob"],
             ),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,11 +31,10 @@ class CausalMean(nn.Module):
 class SingleProcessModel:
     """The `Model` protocol around a module that maps padded tokens to outputs, with plain SGD or a given optimizer."""
 
-    config: Any = None
-
     def __init__(self, module: nn.Module, scalar: bool, optimizer: torch.optim.Optimizer | None = None):
         self.module = module
         self.scalar = scalar
+        self.config: Any = SimpleNamespace(head="scalar" if scalar else "lm")
         self.optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
         self.after_step: Callable[[], None] = lambda: None
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.api import loss_function
-from realhf.api.script.config import Term
+from realhf.api.script.config import Term, Update
 from realhf.api.script.views import View
 from realhf.engine.batch import Batch
 
@@ -46,5 +46,9 @@ def negative(logprob: Tensor, batch: Batch) -> Tensor:
     return -logprob
 
 
-def term(loss: Any = None, view: View = ROLLOUT, **settings: Any) -> Term:
-    return Term(view=view, rows=settings.pop("rows", "rollout"), loss=loss or loss_function(negative)(), **settings)
+def term(loss: Any = None, batch: View = ROLLOUT, **settings: Any) -> Term:
+    return Term(loss or loss_function(negative)(), batch=batch, **settings)
+
+
+def update_of(first: Term, *others: Term, **settings: Any) -> Update:
+    return Update(**vars(first), also=others, prefix="actor", **settings)

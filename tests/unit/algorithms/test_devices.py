@@ -1,6 +1,7 @@
 """What is made beside tensors of a device lies on it. The device here is one without memory."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,20 +9,17 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms import functional as F
-from realhf.algorithms.responses import to_tokens
-from realhf.algorithms.reward.config import PairwiseReward
-from realhf.algorithms.reward.interface import PairwiseRewardInterface, last_scores
+from realhf.algorithms.responses import last_scores
+from realhf.algorithms.reward.functions import with_samples
 from realhf.algorithms.samples import at_tokens, in_groups, lengths_of, of_ids, valid_column
 from realhf.algorithms.script.update import UpdateInterface
 from realhf.algorithms.text_reward import interface as text_reward
 from realhf.algorithms.updates import optimizer_steps
-from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, loss_function, sequence_sum_over
-from realhf.api.script.config import Update
+from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, Columns, loss_function, sequence_sum_over
 from realhf.api.script.views import View
 from realhf.engine.batch import Batch
 from tests.unit.algorithms.conftest import SingleContext
-from tests.unit.algorithms.script_rollouts import ROLLOUT, negative, term
-from tests.unit.algorithms.test_updates import Options
+from tests.unit.algorithms.script_rollouts import ROLLOUT, negative, term, update_of
 
 META = torch.device("meta")
 
@@ -40,13 +38,12 @@ BATCH = Batch((0, 1), {"prompt": away(1, 2, dtype=torch.int64), "seq": away(3, 4
         (lambda: of_ids(torch.zeros(2, 2, device=META), (0, 3)), (2,), torch.float32),
         (lambda: valid_column(torch.tensor([True, False]), away(1, 1))[1], (1,), torch.float64),
         (lambda: torch.cat(at_tokens(away(2)[0], torch.tensor([2, 3]))), (5,), torch.float64),
-        (lambda: to_tokens(away(2)[0], BATCH), (4,), torch.float64),
         (lambda: F.predicting_positions([3, 4], [1, 2], META), (4,), torch.int64),
         (lambda: F.last_positions([3, 4], META), (2,), torch.int64),
         (lambda: F.response_sums(away(5)[0], lengths_of(away(2, 3))), (5,), torch.float64),
         (lambda: F.response_means(away(5)[0], lengths_of(away(2, 3))), (5,), torch.float64),
         (lambda: text_reward._column([0.5, 1.0], META)[1], (1,), torch.float32),
-        (lambda: last_scores(away(7)[0], BATCH, "seq")[1], (1,), torch.float64),
+        (lambda: last_scores(away(7)[0], BATCH)[1], (1,), torch.float64),
     ],
 )
 def test_numbers_are_made_where_their_tensors_are(
@@ -78,12 +75,14 @@ def test_rewards_of_groups_are_put_in_order_where_they_are() -> None:
 
 def test_the_divergence_of_a_step_is_added_up_on_the_device_of_the_call() -> None:
     context = Recording()
-    optimizer_steps(lambda batch: {}, [0, 1], Options(max_kl=2.0), context, META)
+    optimizer_steps(lambda batch: {}, [0, 1], context, META, epochs=1, max_kl=2.0)
     assert context.seen == [("meta", torch.float64)]
 
 
 class Taking:
-    """A model that takes a batch to train on, and computes its loss from outputs of a device."""
+    """A critic that takes a batch to train on, and computes its loss from outputs of a device."""
+
+    config = SimpleNamespace(head="scalar")
 
     def __init__(self, head: Tensor | None = None):
         self.head = head
@@ -104,18 +103,18 @@ def test_an_update_computes_where_its_sequences_are(reduction: Any) -> None:
         tokens=away(2, 2, dtype=torch.int64), prompt_length=[torch.ones(1)] * 2, loss_mask=[torch.ones(2)] * 2
     )
     terms = tuple(
-        term(loss_function(negative, reduction)(), view, rows=rows, is_scalar=True)
+        term(loss_function(negative, reduction)(), view, rows=rows)
         for view, rows in ((ROLLOUT, "rollout"), (examples, "examples"))
     )
     model, context = Taking(), Recording()
-    UpdateInterface(Update(model="critic", view=ROLLOUT, terms=terms)).train_step(model, [batch], context)
+    UpdateInterface(update_of(*terms)).train_step(model, [batch], context)
     assert context.seen == [("meta", torch.float64)]
     [rows] = model.batches
     assert {value.device.type for name in ("prompt", "seq") for value in rows.data[name]} == {"meta"}
     empty = [value for column in rows.data.values() for value in column if not len(value)]
     assert {value.device.type for value in empty} == {"meta"}
     model = Taking(torch.zeros(7, device=META))
-    UpdateInterface(Update(model="critic", view=ROLLOUT, terms=terms[:1])).train_step(model, [batch], Recording())
+    UpdateInterface(update_of(terms[0])).train_step(model, [batch], Recording())
     assert [(loss.device.type, loss.shape) for loss in model.losses] == [("meta", ())]
 
 
@@ -126,15 +125,10 @@ def test_pairs_of_scores_are_compared_where_they_are() -> None:
     def difference(chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
         return rejected - chosen
 
-    made = term(loss_function(difference)(), view, rows="pairs", is_scalar=True)
+    made = term(loss_function(difference)(), view, rows="pairs")
     model = Taking(torch.zeros(9, device=META))
-    UpdateInterface(Update(model="reward", view=view, terms=(made,))).train_step(
-        model, [Batch((0, 1), data)], Recording()
-    )
+    UpdateInterface(update_of(made)).train_step(model, [Batch((0, 1), data)], Recording())
     assert [loss.device.type for loss in model.losses] == ["meta"]
     assert [batch.together for batch in model.batches] == [2], "the sequences of a pair stay together"
-    model = Taking()
-    PairwiseRewardInterface(PairwiseReward()).train_step(model, [Batch((0, 1), data)], SingleContext())
-    [rows] = model.batches
-    assert {flag.device.type for flag in rows.data["is_sample"]} == {"meta"}
-    assert (rows.ids, rows.together) == ((0, 1, 2, 3), 2)
+    made_pairs = with_samples(Columns((1, 3), data | {"sample": away(4, 4)}))
+    assert {flag.device.type for flag in made_pairs["is_sample"]} == {"meta"}

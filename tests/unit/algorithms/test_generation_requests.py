@@ -7,17 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.algorithms.evaluation.config import SampledAccuracy
-from realhf.algorithms.evaluation.interface import SampledAccuracyInterface
-from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
-from realhf.algorithms.ppo.interface import PPOActorInterface
-from realhf.algorithms.rollout.config import Rollout
-from realhf.algorithms.rollout.interface import RolloutInterface, generate, responses
-from realhf.algorithms.rollout.stop_strings import StopStrings
-from realhf.algorithms.script.rollouts import GenerateInterface
-from realhf.api import GenerationOptions
-from realhf.api.script.config import Generate
-from realhf.api.script.views import View
+from realhf.algorithms.script.accuracy import SampledAccuracyInterface
+from realhf.algorithms.script.rollouts import GenerateInterface, generate
+from realhf.algorithms.stop_strings import StopStrings
+from realhf.api import Generate, SampledAccuracy, inputs
 from realhf.engine.batch import Batch
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from tests.unit.algorithms.conftest import SingleContext
@@ -50,21 +43,23 @@ def numbers(columns: list[Tensor]) -> list[list[float]]:
     return [column.tolist() for column in columns]
 
 
-def asked(options: GenerationOptions, batch: Batch = PROMPTS, draw: int = 0, **surroundings: Any) -> GenerationRequest:
+def asked(options: Generate, batch: Batch = PROMPTS, **surroundings: Any) -> GenerationRequest:
     model = Answering()
-    generate(model, batch, SingleContext(**surroundings), options, draw=draw)  # type: ignore[arg-type]
+    generate(model, batch, SingleContext(**surroundings), options)  # type: ignore[arg-type]
     [(given, request)] = model.requests
     assert given is batch
     return request
 
 
 def test_a_request_has_what_its_context_says() -> None:
-    options = GenerationOptions(max_new_tokens=5)
+    options = Generate(max_new_tokens=5)
     request = asked(options, seed=12, step=7, micro_batches=3, decode_graphs="call")
     assert request.options is options
     assert (request.sample_key, request.micro_batches, request.planned_graphs) == ((12, 7), 3, "call")
     assert (request.forced, request.return_logits, request.is_end) == (None, False, None)
-    assert asked(options, draw=5, seed=12).sample_key == (12 ^ 5, 0)
+    assert request.prompt_key == "prompt"
+    named = asked(Generate(max_new_tokens=5, name="second", batch=inputs(prompt="question")), seed=12)
+    assert (named.sample_key, named.prompt_key) == ((12 ^ zlib.crc32(b"second"), 0), "question")
     assert asked(options, record=frozenset({"logits"})).return_logits
     assert not asked(options, record=frozenset({"logprob"})).return_logits
     forced = [torch.tensor([5]), torch.tensor([6])]
@@ -73,7 +68,7 @@ def test_a_request_has_what_its_context_says() -> None:
 
 def test_a_request_with_stop_strings_has_their_check(tmp_path: Any) -> None:
     byte_level_tokenizer().save(path := str(tmp_path / "tokenizer.json"))
-    options = GenerationOptions(max_new_tokens=5, stop_strings=("ab", "!"), tokenizer=path)
+    options = Generate(max_new_tokens=5, stop_strings=("ab", "!"), tokenizer=path)
     is_end = asked(options).is_end
     assert isinstance(is_end, StopStrings)
     assert is_end is asked(options).is_end, "a tokenizer is read once"
@@ -81,44 +76,21 @@ def test_a_request_with_stop_strings_has_their_check(tmp_path: Any) -> None:
     assert is_end(torch.tensor(tokens).numpy())
 
 
-def test_responses_are_behind_the_prompts() -> None:
-    sequences = [torch.tensor([1, 3, 7, 8]), torch.tensor([1, 9])]
-    assert numbers(responses(PROMPTS, sequences)) == [[7, 8], [9]]
-
-
-def test_rollouts_keep_both_kinds_of_log_probabilities() -> None:
-    made = RolloutInterface(Rollout(max_new_tokens=5, sequence_key="sample")).generate(
-        Answering(), PROMPTS, SingleContext()
-    )  # type: ignore[arg-type]
-    assert numbers(made.outputs["sample"]) == [[1, 3, 7, 8], [1, 9]]
-    assert numbers(made.outputs["logprob"]) == [[-1, -2], [-3]]
-    assert numbers(made.outputs["untruncated_logprob"]) == [[-1.5, -2.5], [-3.5]]
-    assert numbers(made.outputs["margin"]) == [[0.1, 0.2], [0.3]]
-    assert len(made.outputs["logits"]) == 2
-    assert made.stats == {"response_length": (3.0, 2)}
-    plain = Answering(with_logits=False)
-    made = RolloutInterface(Rollout(max_new_tokens=5)).generate(plain, PROMPTS, SingleContext())  # type: ignore[arg-type]
-    assert set(made.outputs) == {"seq", "logprob", "untruncated_logprob", "margin"}
-
-
 @pytest.mark.parametrize("with_logits", [True, False])
 def test_what_policies_learn_from_are_log_probabilities_of_the_whole_distribution(with_logits: bool) -> None:
     """Ratios are of like with like: training knows no truncation."""
-    view = View((("prompt", "prompt"),))
-    script = Generate(max_new_tokens=5, view=view, outputs=(("seq", "seq"), ("logprob", "logprob")), name="second")
-    for interface, draw in (
-        (GenerateInterface(script), zlib.crc32(b"second")),
-        (PPOActorInterface(PPOActor(ppo=PPOHyperparameters())), 0),
-    ):
-        model: Any = Answering(with_logits=with_logits)
-        made = interface.generate(model, PROMPTS, SingleContext(seed=3, step=2))
-        assert numbers(made.outputs["seq"]) == [[1, 3, 7, 8], [1, 9]]
-        assert numbers(made.outputs["logprob"]) == [[-1.5, -2.5], [-3.5]]
-        assert numbers(made.outputs["margin"]) == [[0.1, 0.2], [0.3]]
-        assert set(made.outputs) == {"seq", "logprob", "margin"} | ({"logits"} if with_logits else set())
-        [(_, request)] = model.requests
-        assert request.sample_key == (3 ^ draw, 2)
-        assert interface.generate(model, PROMPTS, SingleContext(holds_outputs=False)).outputs == {}
+    model: Any = Answering(with_logits=with_logits)
+    interface = GenerateInterface(Generate(max_new_tokens=5, outputs=("sample",), statistic="tokens"))
+    made = interface.generate(model, PROMPTS, SingleContext())
+    assert numbers(made.outputs["sample"]) == [[1, 3, 7, 8], [1, 9]]
+    assert numbers(made.outputs["logprob"]) == [[-1.5, -2.5], [-3.5]]
+    assert numbers(made.outputs["drawn_logprob"]) == [[-1, -2], [-3]]
+    assert numbers(made.outputs["margin"]) == [[0.1, 0.2], [0.3]]
+    assert set(made.outputs) == {"sample", *Generate.recordable} - {"seq"} - (set() if with_logits else {"logits"})
+    assert made.stats == {"tokens": (3.0, 2.0)}
+    silent = interface.generate(model, PROMPTS, SingleContext(holds_outputs=False))
+    assert (silent.outputs, silent.stats) == ({}, {})
+    assert GenerateInterface(Generate(max_new_tokens=5)).generate(model, PROMPTS, SingleContext()).stats == {}
 
 
 def test_accuracy_is_measured_by_the_ranks_that_hold_outputs(tmp_path: Any) -> None:

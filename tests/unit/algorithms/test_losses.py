@@ -469,7 +469,11 @@ def test_good_responses_become_likelier_and_bad_ones_less(loss_type: str, ratio:
 
 
 def test_fine_tuning_is_cross_entropy() -> None:
-    assert sft(f64(-1.0, 0.0, -2.5), Batch((), {})).tolist() == [1.0, 0.0, 2.5]
+    logprob, is_top = f64(-1.0, 0.0, -2.5), torch.tensor([False, True, True])
+    loss, stats = sft(logprob, Batch((), {}), is_top=is_top)
+    assert (loss.tolist(), stats) == ([1.0, 0.0, 2.5], {"token_accuracy": (2.0, 3.0)})
+    masked = Batch((0, 1), {"in_loss": [torch.tensor([1, 0]), torch.tensor([1])]})
+    assert sft(logprob, masked, is_top=is_top)[1] == {"token_accuracy": (1.0, 2.0)}
 
 
 def test_references_of_pairs_are_those_that_were_computed() -> None:

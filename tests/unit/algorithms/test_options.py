@@ -7,14 +7,15 @@ import pytest
 
 from realhf.algorithms.dpo.config import DPO
 from realhf.algorithms.grpo.config import GRPO
-from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOPtx, PPOReference
+from realhf.algorithms.ppo.config import PPOHyperparameters, PPOPtx, ppo_policy
 from realhf.algorithms.reinforce_pp.config import ReinforcePlusPlus
 from realhf.algorithms.remax.config import ReMax
-from realhf.algorithms.reward.config import PairLoss, PairwiseReward
+from realhf.algorithms.reward.config import PairLoss
 from realhf.algorithms.rloo.config import RLOO
 from realhf.algorithms.safe_rlhf.config import SafeRLHF
+from realhf.algorithms.sft.config import sft_loss
 from realhf.algorithms.text_reward.config import TextReward
-from realhf.api.generation import GenerationOptions
+from realhf.api import Generate, GenerationOptions, Logprobs, Measure, Score, Term, Update, Values, inputs
 from realhf.base.errors import UserError
 
 POLICY: dict[str, Any] = {
@@ -60,7 +61,6 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "epochs": 1,
     },
     PairLoss: {"score_square_coef": 0.001, "centre_coef": 0.0, "epochs": 1},
-    PairwiseReward: {"score_square_coef": 0.001},
 }
 
 
@@ -144,7 +144,6 @@ BOUNDS: list[tuple[type, str, Any, Any, Any, Any]] = [
     (PairLoss, "score_square_coef", 0.0, -TINY, 1e6, 1.1e6),
     (PairLoss, "centre_coef", 0.0, -TINY, 1e6, 1.1e6),
     (PairLoss, "epochs", 1, 0, 1024, 1025),
-    (PairwiseReward, "score_square_coef", 0.0, -TINY, 1e6, 1.1e6),
 ]
 
 
@@ -231,17 +230,48 @@ def test_the_greedy_response_is_drawn_as_the_others_but_for_the_temperature() ->
     assert greedy == GenerationOptions(max_new_tokens=9, eos_token=3, temperature=0.0, top_k=5, min_new_tokens=2)
 
 
-def test_calls_of_ppo_tell_the_planner_their_options() -> None:
+def test_calls_tell_the_planner_the_options_of_their_hyperparameters() -> None:
     ppo = PPOHyperparameters(
         **{"epochs": 3, "max_new_tokens": 7, "samples_per_prompt": 2, "kv_cache_tokens": 99, "decode_graphs": "call"}
     )
-    actor = PPOActor(ppo=ppo)
-    assert (actor.epochs, actor.max_new_tokens, actor.samples_per_prompt) == (3, 7, 2)
-    assert (actor.kv_cache_tokens, actor.decode_graphs, PPOCritic(ppo=ppo).epochs) == (99, "call", 3)
-    assert [call().ppo for call in (PPOActor, PPOReference, PPOCritic)] == [PPOHyperparameters()] * 3
-    for options in ({"mask_truncated": True}, {"importance_correction": "token_mask"}):
-        with pytest.raises(UserError, match="write PPO as a script"):
-            PPOActor(ppo=PPOHyperparameters(**options))
+    generate = Generate.by(ppo, name="second")
+    assert (generate.max_new_tokens, generate.samples_per_prompt, generate.name) == (7, 2, "second")
+    assert (generate.kv_cache_tokens, generate.decode_graphs) == (99, "call")
+
+
+def test_an_update_takes_from_its_hyperparameters_what_it_is_not_told() -> None:
+    ppo = PPOHyperparameters(epochs=3, temperature=0.7, max_kl=0.1)
+    update = Update(ppo_policy(ppo))
+    assert (update.epochs, update.temperature, update.max_kl) == (3, 0.7, 0.1)
+    told = Update(ppo_policy(ppo), epochs=2, temperature=0.5, max_kl=0.2)
+    assert (told.epochs, told.temperature, told.max_kl) == (2, 0.5, 0.2)
+    plain = Update(sft_loss())
+    assert (plain.epochs, plain.temperature, plain.max_kl) == (1, 1.0, None)
+    with pytest.raises(UserError, match=r"was given a LossFunction for a loss; .*call it with its hyperparameters"):
+        Update(sft_loss)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="rows='texts' is not known; choose one of rollout, examples, pairs"):
+        Update(sft_loss(), rows="texts")  # type: ignore[arg-type]
+
+
+def test_the_sequences_that_a_call_reads() -> None:
+    """None for one rollout, which the planner takes for granted."""
+    for call in (Generate(max_new_tokens=1), Logprobs(), Values(), Score(), Update(sft_loss())):
+        assert call.sequence_keys == ()
+    assert Score(batch=inputs(seq="sample")).sequence_keys == ("sample",)
+    assert Update(sft_loss(), rows="examples").sequence_keys == ("tokens",)
+    assert Logprobs(rows="pairs").sequence_keys == Measure(sft_loss(), rows="pairs").sequence_keys
+    assert Logprobs(rows="pairs").sequence_keys == ("chosen", "rejected")
+    examples = Term(sft_loss(), batch=inputs("prompt_length", tokens="texts"), rows="examples")
+    assert Update(sft_loss(), also=(examples,)).sequence_keys == ("seq", "texts")
+
+
+def test_the_keys_that_a_call_makes() -> None:
+    assert Generate(max_new_tokens=1).output_data == ("seq", "logprob")
+    assert Generate(max_new_tokens=1, outputs=("sample",)).output_data == ("sample", "logprob")
+    assert Logprobs().output_data == ("ref_logprob",)
+    assert Logprobs(rows="pairs").output_data == ("chosen_ref_logprob", "rejected_ref_logprob")
+    assert Logprobs(outputs=("old_logprob",)).output_data == ("old_logprob",)
+    assert (Values().output_data, Score().output_data, Update(sft_loss()).output_data) == (("value",), ("reward",), ())
 
 
 def test_bounds_of_rewards_on_texts() -> None:
@@ -272,7 +302,6 @@ def test_bounds_of_rewards_on_texts() -> None:
         (lambda: ReinforcePlusPlus(kl_estimator="k4"), "k4"),
         (lambda: PPOHyperparameters(dual_clip=0.5), "dual_clip=0.5"),
         (lambda: PPOHyperparameters(max_kl=0.0), "max_kl"),
-        (lambda: PPOActor(ppo=PPOHyperparameters(mask_truncated=True)), "mask_truncated"),
         (lambda: PPOHyperparameters(kl_controller="adaptative"), "kl_controller"),
         (lambda: SafeRLHF(normalise_values=True), "normalise_values"),
         (lambda: SafeRLHF(multiplier=200.0), "max_multiplier"),

@@ -7,11 +7,9 @@ from realhf.algorithms.responses import (
     by_sample,
     response_lengths,
     response_logprobs,
-    response_statistics,
     response_tokens,
     response_values,
     responses,
-    to_tokens,
 )
 from realhf.engine.batch import Batch
 from realhf.parallel.vocabulary import WholeLogits
@@ -36,18 +34,10 @@ def test_a_token_is_predicted_by_the_position_before_it(batch: Batch) -> None:
     pairs = [(1, 3), (2, 0), (3, 1), (5, 3), (6, 0)]  # (position, token after it)
     plain = torch.stack([table.log_softmax(-1)[position, token] for position, token in pairs])
     assert torch.allclose(response_logprobs(WholeLogits(table), batch), plain)
-    statistics = response_statistics(WholeLogits(table), batch)
-    assert torch.allclose(statistics.logprob, plain)
-    assert statistics.entropy is None
-    whole = torch.distributions.Categorical(logits=table / 2).entropy()[[position for position, _ in pairs]]
-    found_entropy = response_statistics(WholeLogits(table), batch, 2.0, with_entropy=True).entropy
-    assert found_entropy is not None
-    assert torch.allclose(found_entropy, whole)
     assert torch.allclose(found, torch.stack([expected[position, token] for position, token in pairs]))
     assert response_values(table[:, 0], batch).tolist() == [float(table[position, 0]) for position, _ in pairs]
 
 
 def test_between_samples_and_tokens(batch: Batch) -> None:
-    of_tokens = to_tokens(torch.tensor([0.5, -1.0]), batch)
-    assert of_tokens.tolist() == [0.5, 0.5, 0.5, -1.0, -1.0]
+    of_tokens = torch.tensor([0.5, 0.5, 0.5, -1.0, -1.0])
     assert [part.tolist() for part in by_sample(of_tokens, batch)] == [[0.5, 0.5, 0.5], [-1.0, -1.0]]

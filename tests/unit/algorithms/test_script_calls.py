@@ -6,20 +6,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.algorithms.rollout.config import Rollout
-from realhf.algorithms.rollout.interface import RolloutInterface
 from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.own_method import OwnMethodInterface
 from realhf.algorithms.script.rollouts import GenerateInterface, LogprobsInterface, ScoreInterface, ValuesInterface
 from realhf.algorithms.script.rows import divided
 from realhf.algorithms.script.update import MeasureInterface, UpdateInterface
-from realhf.api import Columns, loss_function
+from realhf.api import Columns, GenerationOptions, inputs, loss_function
 from realhf.api.script.config import Generate, Logprobs, Measure, OwnMethod, Score, Update, Values
 from realhf.api.script.views import Application, ColumnOf, View
 from realhf.engine.batch import Batch
-from realhf.engine.interface import CallResult
+from realhf.engine.interface import CallResult, GenerationRequest
 from realhf.engine.returned import InterfaceError
-from tests.unit.algorithms.script_rollouts import ANSWERS, PROMPTS, ROLLOUT, logprobs_of, pairs, rollouts, term
+from tests.unit.algorithms.script_rollouts import (
+    ANSWERS,
+    PROMPTS,
+    ROLLOUT,
+    logprobs_of,
+    pairs,
+    rollouts,
+    term,
+    update_of,
+)
 
 
 def test_a_function_runs_once_with_columns_context_and_values(context: Any) -> None:
@@ -66,14 +73,12 @@ def test_a_function_whose_numbers_are_not_finite_is_named(context: Any) -> None:
 def test_a_first_generation_has_the_random_numbers_of_the_seed(
     language_model: Any, context: Any, prompts: Batch
 ) -> None:
-    view = View((("prompt", "prompt"),))
-    config = Generate(max_new_tokens=4, eos_token=-1, view=view, outputs=(("seq", "seq"), ("logprob", "logprob")))
+    config = Generate(max_new_tokens=4, eos_token=-1)
     made = GenerateInterface(config).generate(language_model(), prompts, context(seed=5)).outputs
-    plain = RolloutInterface(Rollout(max_new_tokens=4, eos_token=-1)).generate(
-        language_model(), prompts, context(seed=5)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(made["seq"], plain.outputs["seq"], strict=True))
-    assert set(plain.outputs) == {"seq", "logprob", "untruncated_logprob", "margin"}
+    request = GenerationRequest(GenerationOptions(max_new_tokens=4, eos_token=-1), sample_key=(5, 0))
+    plain = language_model().generate(prompts, request)
+    assert all(torch.equal(a, b) for a, b in zip(made["seq"], plain.sequences, strict=True))
+    assert set(made) == {"seq", "logprob", "drawn_logprob", "margin"}  # logits are kept on demand alone
     silent = context(holds_outputs=False)
     assert GenerateInterface(config).generate(language_model(), prompts, silent).outputs == {}
 
@@ -81,12 +86,10 @@ def test_a_first_generation_has_the_random_numbers_of_the_seed(
 def test_generation_takes_its_prompts_from_the_column_of_its_view(
     language_model: Any, context: Any, prompts: Batch
 ) -> None:
-    config = Generate(
-        max_new_tokens=4, eos_token=-1, view=View((("prompt", "question"),)), outputs=(("seq", "seq"), ("logprob", "l"))
-    )
+    config = Generate(max_new_tokens=4, eos_token=-1, batch=inputs(prompt="question"), outputs=("seq", "l"))
     others = prompts.with_data(question=prompts.data["prompt"], prompt=[torch.tensor([1])] * len(prompts))
     made = GenerateInterface(config).generate(language_model(), others, context()).outputs
-    assert set(made) == {"seq", "l", "margin"}  # logits are kept on demand alone
+    assert set(made) == {"seq", "l", "drawn_logprob", "margin"}
     for sequence, prompt, logprob in zip(made["seq"], prompts.data["prompt"], made["l"], strict=True):
         assert torch.equal(sequence[: len(prompt)], prompt)
         assert len(sequence) == len(prompt) + 4 == len(prompt) + len(logprob)
@@ -95,28 +98,27 @@ def test_generation_takes_its_prompts_from_the_column_of_its_view(
 def test_ranks_that_hold_no_outputs_give_none(language_model: Any, scalar_model: Any, context: Any) -> None:
     silent, batch = context(holds_outputs=False), rollouts()
     both, view = pairs()
-    outputs = (("chosen_ref_logprob", "chosen_ref_logprob"), ("rejected_ref_logprob", "rejected_ref_logprob"))
     for result in (
-        LogprobsInterface(Logprobs(view=ROLLOUT, outputs=(("x", "x"),))).inference(language_model(), batch, silent),
-        LogprobsInterface(Logprobs(view=view, outputs=outputs, rows="pairs")).inference(language_model(), both, silent),
-        ValuesInterface(Values(view=ROLLOUT, outputs=(("x", "x"),))).inference(scalar_model(), batch, silent),
-        ScoreInterface(Score(view=ROLLOUT, outputs=(("x", "x"),), statistic="x")).inference(
+        LogprobsInterface(Logprobs(batch=ROLLOUT, outputs=("x",))).inference(language_model(), batch, silent),
+        LogprobsInterface(Logprobs(batch=view, rows="pairs")).inference(language_model(), both, silent),
+        ValuesInterface(Values(batch=ROLLOUT, outputs=("x",))).inference(scalar_model(), batch, silent),
+        ScoreInterface(Score(batch=ROLLOUT, outputs=("x",), statistics=("x",))).inference(
             scalar_model(), batch, silent
         ),
-        UpdateInterface(Update(model="actor", view=ROLLOUT, terms=(term(),))).train_step(
-            language_model(), [batch], silent
-        ),
+        UpdateInterface(update_of(term())).train_step(language_model(), [batch], silent),
     ):
         assert (result.outputs, result.stats) == ({}, {})
 
 
 def test_the_statistic_of_scores(scalar_model: Any, context: Any) -> None:
     model = scalar_model()
-    score = ScoreInterface(Score(view=ROLLOUT, outputs=(("reward", "cost"),), statistic="cost_mean"))
+    score = ScoreInterface(Score(batch=ROLLOUT, outputs=("cost",), statistics=("cost_mean", "cost_square")))
     result = score.inference(model, rollouts(), context(micro_batches=2))
     assert set(result.outputs) == {"cost"}
-    assert result.stats["cost_mean"] == pytest.approx((float(torch.cat(result.outputs["cost"]).sum()), 4.0))
-    plain = ScoreInterface(Score(view=ROLLOUT, outputs=(("reward", "reward"),)))
+    costs = torch.cat(result.outputs["cost"])
+    assert result.stats["cost_mean"] == pytest.approx((float(costs.sum()), 4.0))
+    assert result.stats["cost_square"] == pytest.approx((float(costs.square().sum()), 4.0))
+    plain = ScoreInterface(Score(batch=ROLLOUT))
     assert plain.inference(model, rollouts(), context()).stats == {}
 
 
@@ -124,8 +126,8 @@ def test_generation_under_a_name(language_model: Any, context: Any, prompts: Bat
     view, model = View((("prompt", "prompt"),)), language_model()
     made = []
     for name, prefix in (("", ""), ("second", "second_")):
-        outputs = (("seq", f"{prefix}seq"), ("logprob", f"{prefix}logprob"))
-        config = Generate(max_new_tokens=4, eos_token=-1, view=view, outputs=outputs, name=name)
+        outputs = (f"{prefix}seq", f"{prefix}logprob")
+        config = Generate(max_new_tokens=4, eos_token=-1, batch=view, outputs=outputs, name=name)
         made.append(GenerateInterface(config).generate(model, prompts, context()).outputs)
     assert {"seq", "logprob"} <= made[0].keys()
     assert {"second_seq", "second_logprob"} <= made[1].keys()
@@ -135,23 +137,22 @@ def test_generation_under_a_name(language_model: Any, context: Any, prompts: Bat
 
 def test_logprobs_values_and_scores(language_model: Any, scalar_model: Any, context: Any) -> None:
     model, critic, batch = language_model(), scalar_model(), rollouts()
-    config = Logprobs(view=ROLLOUT, outputs=(("ref_logprob", "other_ref_logprob"),), temperature=0.7)
+    config = Logprobs(batch=ROLLOUT, outputs=("other_ref_logprob",), temperature=0.7)
     found = LogprobsInterface(config).inference(model, batch, context()).outputs["other_ref_logprob"]
     for x, y in zip(found, logprobs_of(model, batch.data["seq"], batch.data["prompt"], 0.7), strict=True):
         assert torch.allclose(x, y, atol=1e-12)
-    values = ValuesInterface(Values(view=ROLLOUT, outputs=(("value", "value"),)))
+    values = ValuesInterface(Values(batch=ROLLOUT))
     assert [len(x) for x in values.inference(critic, batch, context()).outputs["value"]] == [3, 1, 2, 4]
-    score = ScoreInterface(Score(view=ROLLOUT, outputs=(("reward", "reward"),)))
+    score = ScoreInterface(Score(batch=ROLLOUT))
     rewards = score.inference(critic, batch, context()).outputs["reward"]
     assert torch.allclose(rewards[0], critic.module(batch.data["seq"][0][None])[0, -1], atol=1e-12)
 
 
 def test_logprobs_of_pairs(language_model: Any, context: Any) -> None:
     model, (batch, view) = language_model(), pairs()
-    outputs = (("chosen_ref_logprob", "chosen_ref_logprob"), ("rejected_ref_logprob", "rejected_ref_logprob"))
     each = {side: logprobs_of(model, batch.data[side], batch.data["prompt"]) for side in ("chosen", "rejected")}
     for per_token in (False, True):
-        config = Logprobs(view=view, outputs=outputs, rows="pairs", per_token=per_token)
+        config = Logprobs(batch=view, rows="pairs", per_token=per_token)
         found = LogprobsInterface(config).inference(model, batch, context()).outputs
         for side, values in each.items():
             for x, y in zip(found[f"{side}_ref_logprob"], values, strict=True):
@@ -162,7 +163,7 @@ def test_a_method_of_ones_own(language_model: Any, context: Any) -> None:
     def surprise(model: Any, batch: Batch, context: Any, factor: float) -> CallResult:
         return CallResult(outputs={"surprise": [factor * seq.double().sum().view(1) for seq in batch.data["seq"]]})
 
-    config = OwnMethod(view=ROLLOUT, outputs=(("surprise", "surprise"),), function=surprise, arguments=(2.0,))
+    config = OwnMethod(batch=ROLLOUT, outputs=("surprise",), makes=("surprise",), function=surprise, arguments=(2.0,))
     for method in (OwnMethodInterface(config).inference, OwnMethodInterface(config).generate):
         found = method(language_model(), rollouts(), context())
         assert found.outputs["surprise"][1].item() == 2.0 * sum(PROMPTS[1] + ANSWERS[1])
@@ -176,11 +177,11 @@ def test_a_method_of_ones_own_that_trains_gets_mini_batches(language_model: Any,
     def nothing(*given: Any) -> None:
         return None
 
-    config = OwnMethod(view=ROLLOUT, function=train, keywords=(("factor", 3.0),))
+    config = OwnMethod(batch=ROLLOUT, function=train, keywords=(("factor", 3.0),))
     mini_batches = divided(rollouts(), [1, 3])
     assert OwnMethodInterface(config).train_step(language_model(), mini_batches, context()).stats["factor"] == (3.0, 1)
     with pytest.raises(InterfaceError, match="nothing returned a NoneType, must be a CallResult"):
-        OwnMethodInterface(OwnMethod(view=ROLLOUT, function=nothing)).inference(None, rollouts(), context())
+        OwnMethodInterface(OwnMethod(batch=ROLLOUT, function=nothing)).inference(None, rollouts(), context())
 
 
 def marked(rollout: Columns, context: Any) -> Any:
@@ -203,16 +204,16 @@ def test_calls_evaluate_their_functions_and_give_the_statistics_of_those_they_re
         return -logprob, {"own": (sum(x.item() for x in batch.data["mark"]), 1.0)}
 
     def stats(reports: tuple[int, ...], **surroundings: Any) -> Any:
-        given: dict[str, Any] = {"view": view, "reports": reports}
+        given: dict[str, Any] = {"batch": view, "reports": reports}
         model, batch, now = language_model(), rollouts(), context(step=3, **surroundings)
-        one = term(loss_function(loss)(), view)
+        bound = loss_function(loss)()
         match name:
             case "logprobs":
-                return LogprobsInterface(Logprobs(**given, outputs=(("x", "x"),))).inference(model, batch, now)
+                return LogprobsInterface(Logprobs(**given, outputs=("x",))).inference(model, batch, now)
             case "values":
-                return ValuesInterface(Values(**given, outputs=(("x", "x"),))).inference(scalar_model(), batch, now)
+                return ValuesInterface(Values(**given, outputs=("x",))).inference(scalar_model(), batch, now)
             case "score":
-                return ScoreInterface(Score(**given, outputs=(("x", "x"),))).inference(scalar_model(), batch, now)
+                return ScoreInterface(Score(**given, outputs=("x",))).inference(scalar_model(), batch, now)
             case "generate":
                 return OwnMethodInterface(OwnMethod(**given, function=takes_marks)).generate(model, batch, now)
             case "infer":
@@ -221,9 +222,8 @@ def test_calls_evaluate_their_functions_and_give_the_statistics_of_those_they_re
                 method = OwnMethodInterface(OwnMethod(**given, function=takes_marks)).train_step
                 return method(model, divided(batch, [1, 3]), now)
             case "update":
-                config = Update(**given, model="actor", terms=(one,))
-                return UpdateInterface(config).train_step(model, [batch], now)
-        return MeasureInterface(Measure(**given, model="actor", term=one)).inference(model, batch, now)
+                return UpdateInterface(Update(bound, **given)).train_step(model, [batch], now)
+        return MeasureInterface(Measure(bound, **given)).inference(model, batch, now)
 
     found = stats((7,)).stats
     assert found["marks"] == (3.0, 1.0)
@@ -237,8 +237,8 @@ def test_calls_evaluate_their_functions_and_give_the_statistics_of_those_they_re
 def test_pairs_give_the_statistics_that_they_report(language_model: Any, context: Any) -> None:
     batch, view = pairs()
     view = View(view.columns, Application(7, marked, (view,), ()))
-    outputs = (("chosen_ref_logprob", "a"), ("rejected_ref_logprob", "b"))
-    made = LogprobsInterface(Logprobs(view=view, reports=(7,), outputs=outputs, rows="pairs")).inference(
+    outputs = ("a", "b")
+    made = LogprobsInterface(Logprobs(batch=view, reports=(7,), outputs=outputs, rows="pairs")).inference(
         language_model(), batch, context(step=2, micro_batches=2)
     )
     assert made.stats == {"marks": (2.0, 1.0)}
@@ -291,6 +291,6 @@ def test_columns_of_own_methods_go_to_their_keys(language_model: Any, context: A
     def two(model: Any, batch: Batch, context: Any) -> CallResult:
         return CallResult(outputs={"a": [torch.ones(1)] * 4, "b": [torch.zeros(1)] * 4})
 
-    config = OwnMethod(view=ROLLOUT, outputs=(("a", "first_a"),), function=two)
+    config = OwnMethod(batch=ROLLOUT, outputs=("first_a",), makes=("a",), function=two)
     found = OwnMethodInterface(config).inference(language_model(), rollouts(), context())
     assert {key: value[0].item() for key, value in found.outputs.items()} == {"first_a": 1.0, "b": 0.0}

@@ -10,11 +10,11 @@ from torch import Tensor
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
 from realhf.algorithms.script.update import MeasureInterface, UpdateInterface
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, Columns, loss_function, sequence_sum_over
-from realhf.api.script.config import Measure, Term, Update
+from realhf.api.script.config import Measure, Term
 from realhf.api.script.views import Application, View
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError
-from tests.unit.algorithms.script_rollouts import ROLLOUT, logprobs_of, negative, pairs, rollouts, term
+from tests.unit.algorithms.script_rollouts import ROLLOUT, logprobs_of, negative, pairs, rollouts, term, update_of
 
 
 def gradient(model: Any) -> Tensor:
@@ -31,7 +31,7 @@ def assert_same(found: Tensor, right: Tensor) -> None:
 
 
 def update(model: Any, context: Any, batch: Batch, term: Term, **settings: Any) -> dict[str, tuple[float, float]]:
-    config = Update(model="actor", view=term.view, terms=(term,), **settings)
+    config = update_of(term, **{"reports": (), **settings})
     return UpdateInterface(config).train_step(model, [batch], context()).stats
 
 
@@ -78,7 +78,7 @@ def test_weights_multiply_tokens_and_are_in_no_divisor(language_model: Any, cont
     weight = [[1.0, 0.0, 2.0], [0.5], [1.0, 1.0], [0.0] * 4]
     batch = rollouts(weight=[torch.tensor(w).double() for w in weight])
     view = View((*ROLLOUT.columns, ("weight", "weight")))
-    check_loss(language_model(), context, batch, term(view=view), lambda model: mean_over(model, weight, 10))
+    check_loss(language_model(), context, batch, term(batch=view), lambda model: mean_over(model, weight, 10))
 
 
 @pytest.mark.parametrize(("reduction", "divisor"), [(TOKEN_MEAN, 5), (sequence_sum_over(1), 2)])
@@ -99,7 +99,7 @@ def test_samples_that_are_not_valid_count_nowhere(
     weights = [[1.0] * 3, [0.0], [1.0] * 2, [0.0] * 4]
     mean_over(model, weights, divisor).backward()
     right = gradient(model)
-    stats = update(model, context, batch, made, rollout_statistics=True)
+    stats = update(model, context, batch, made, reports=("rollout",))
     assert_same(gradient(model), clipped(right))
     assert stats["seen"] == (2.0, 1.0)
     assert stats["reward_mean"] == (4.0, 2.0)
@@ -118,7 +118,7 @@ def test_ranks_add_up_equally_often_whichever_of_their_samples_are_left_out(
     for valid in ((1.0, 1.0, 1.0, 1.0), (1.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), None):
         columns = {} if valid is None else {"valid": [torch.tensor([v]) for v in valid]}
         sums.append([])
-        update(language_model(), context, rollouts(**columns), term(view=view if columns else ROLLOUT))
+        update(language_model(), context, rollouts(**columns), term(batch=view if columns else ROLLOUT))
     assert sums == [[1]] * 4
 
 
@@ -126,7 +126,7 @@ def test_a_mini_batch_without_a_valid_sample_makes_no_step(language_model: Any, 
     batch = rollouts(valid=[torch.zeros(1)] * 4)
     model = language_model()
     model.after_step = lambda: pytest.fail("a step")
-    stats = update(model, context, batch, term(view=View((*ROLLOUT.columns, ("valid", "valid")))))
+    stats = update(model, context, batch, term(batch=View((*ROLLOUT.columns, ("valid", "valid")))))
     assert stats == {"actor_skipped_mini_batches": (1.0, 1.0)}
 
 
@@ -134,7 +134,7 @@ def test_a_mark_of_validity_per_token_is_refused(language_model: Any, context: A
     batch = rollouts(valid=[torch.ones(3), torch.ones(1), torch.ones(1), torch.ones(1)])
     view = View((*ROLLOUT.columns, ("valid", "valid")))
     with pytest.raises(InterfaceError, match=r"'valid' of sample 4 has the shape \[3\], must be \[1\]"):
-        update(language_model(), context, batch, term(view=view))
+        update(language_model(), context, batch, term(batch=view))
 
 
 def test_a_micro_batch_without_a_valid_sample(language_model: Any, context: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_micro_batch_without_a_valid_sample(language_model: Any, context: Any)
     view = View((*ROLLOUT.columns, ("valid", "valid")))
     models = [language_model(), language_model()]
     for parts, model in zip((1, 2), models, strict=True):
-        update(model, lambda parts=parts: context(micro_batches=parts), batch, term(view=view))
+        update(model, lambda parts=parts: context(micro_batches=parts), batch, term(batch=view))
     assert torch.allclose(gradient(models[0]), gradient(models[1]), atol=1e-12)
 
 
@@ -153,7 +153,7 @@ def test_epochs_and_the_end_by_divergence(language_model: Any, context: Any) -> 
     for max_kl in (None, 1e-12, 1e9):
         model, steps = language_model(), []
         model.after_step = lambda steps=steps: steps.append(1)
-        stats = update(model, context, batch, term(view=view), epochs=3, max_kl=max_kl)
+        stats = update(model, context, batch, term(batch=view), epochs=3, max_kl=max_kl)
         counts.append(len(steps))
         assert ("actor_stopped_after" in stats) == (max_kl == 1e-12)
     # In the first step's pass the policy is still that of the rollouts, but for rounding.
@@ -169,15 +169,15 @@ def test_the_divergence_that_ends_an_update_is_the_mean_of_new_over_old(language
         logprob=[x - d for x, d in zip(now, steps, strict=True)], valid=[torch.tensor([v]).double() for v in valid]
     )
     view = View((*ROLLOUT.columns, ("logprob", "logprob"), ("valid", "valid")))
-    stats = update(model, context, batch, term(view=view), max_kl=1e9)
+    stats = update(model, context, batch, term(batch=view), max_kl=1e9)
     each = [math.exp(d) - 1 - d for d in steps]
     assert stats["actor_kl_from_rollout"] == pytest.approx((3 * each[0] + each[1] + 4 * each[3], 8.0))
-    assert "actor_kl_from_rollout" not in update(language_model(), context, batch, term(view=view))
+    assert "actor_kl_from_rollout" not in update(language_model(), context, batch, term(batch=view))
     # Of the first loss alone, though the examples of another have a column of that name too.
     batch = batch.with_data(other_logprob=[x - 2.0 for x in now])
     other = View((*ROLLOUT.columns, ("logprob", "other_logprob")))
-    terms = (term(view=view), term(view=other, coef=0.5))
-    config = Update(model="actor", view=view, terms=terms, max_kl=1e9)
+    terms = (term(batch=view), term(batch=other, coef=0.5))
+    config = update_of(*terms, max_kl=1e9)
     stats = UpdateInterface(config).train_step(language_model(), [batch], context()).stats
     assert stats["actor_kl_from_rollout"] == pytest.approx((3 * each[0] + each[1] + 4 * each[3], 8.0))
 
@@ -189,20 +189,20 @@ def test_statistics_of_an_update_have_the_model_s_name(language_model: Any, cont
     reward = [torch.tensor([float(r)]) for r in range(4)]
     batch = rollouts(reward=reward)
     view = View((*ROLLOUT.columns, ("reward", "reward")))
-    stats = update(language_model(), context, batch, term(loss_function(loss)(), view), rollout_statistics=True)
+    stats = update(language_model(), context, batch, term(loss_function(loss)(), view), reports=("rollout",))
     assert set(stats) == {*("actor_loss", "actor_grad_norm", "actor_lr", "mine", "reward_mean", "response_length")}
-    assert "reward_mean" not in update(language_model(), context, batch, term(view=view))
+    assert "reward_mean" not in update(language_model(), context, batch, term(batch=view))
 
     # A tensor function's statistics are of all samples, and take the place of those of what is trained on.
     def filtered(rollout: Columns) -> Any:
         return {"valid": [torch.tensor([float(i % 2)]) for i in range(4)]}, {"reward_mean": (6.0, 4.0)}
 
     applied = View(view.columns, Application(0, filtered, (view,), ()))
-    chosen = term(view=applied)
-    stats = update(language_model(), context, batch, chosen, rollout_statistics=True, reports=(0,))
+    chosen = term(batch=applied)
+    stats = update(language_model(), context, batch, chosen, reports=("rollout", 0))
     assert stats["reward_mean"] == (6.0, 4.0)
     assert stats["response_length"] == (5.0, 2.0)
-    stats = update(language_model(), context, batch, chosen, rollout_statistics=True)
+    stats = update(language_model(), context, batch, chosen, reports=("rollout",))
     assert stats["reward_mean"] == (4.0, 2.0)
 
 
@@ -227,7 +227,7 @@ def test_a_rank_with_nothing_to_learn_from_takes_the_step_of_the_others(
         batch = batch.with_data(seq=batch.data["prompt"])
     view = View((*ROLLOUT.columns, ("valid", "valid")))
     peers = [torch.tensor([[7.0]], dtype=torch.float64)]
-    update(model, lambda: context(peers=peers), batch, term(view=view))
+    update(model, lambda: context(peers=peers), batch, term(batch=view))
     assert made == [(0.0, 0.0, {})]
     assert (gradient(model) == 0).all()
 
@@ -246,9 +246,9 @@ def test_a_second_loss_is_divided_by_the_weight_of_all_ranks(language_model: Any
 
     model = language_model()
     model.train_step = train_step
-    terms = (term(), term(view=examples, rows="examples", coef=0.5))
+    terms = (term(), term(batch=examples, rows="examples", coef=0.5))
     peers = [torch.tensor([[30.0, 12.0]], dtype=torch.float64)]
-    config = Update(model="actor", view=ROLLOUT, terms=terms)
+    config = update_of(*terms)
     UpdateInterface(config).train_step(model, [batch], context(peers=peers))
     own = -sum(x.sum().item() for x in logprobs_of(model, batch.data["seq"], batch.data["prompt"]))
     other = -sum(x.sum().item() for x in logprobs_of(model, tokens, [t[:1] for t in tokens]))
@@ -263,7 +263,7 @@ def test_measuring_a_loss_changes_nothing(language_model: Any, context: Any) -> 
     view, model = View((*ROLLOUT.columns, ("valid", "valid"))), language_model()
     before = model.module.head.weight.clone()
     each = logprobs_of(model, batch.data["seq"], batch.data["prompt"])
-    config = Measure(view=view, model="actor", term=term(loss_function(loss)(), view))
+    config = Measure(loss_function(loss)(), batch=view, prefix="actor")
     for parts in (1, 2):
         stats = MeasureInterface(config).inference(model, batch, context(micro_batches=parts)).stats
         assert stats["actor_loss"] == pytest.approx((-2 * (each[0].sum() + each[2].sum()).item(), 5.0))
@@ -271,7 +271,7 @@ def test_measuring_a_loss_changes_nothing(language_model: Any, context: Any) -> 
     assert torch.equal(model.module.head.weight, before)
     assert set(stats) == {"actor_loss", "mine"}
     drawn = View((*ROLLOUT.columns, ("logprob", "logprob")))
-    with_logprob = Measure(view=drawn, model="actor", term=term(loss_function(loss)(), drawn))
+    with_logprob = Measure(loss_function(loss)(), batch=drawn, prefix="actor")
     drawn_batch = rollouts(logprob=[x.detach() for x in each])
     stats = MeasureInterface(with_logprob).inference(model, drawn_batch, context()).stats
     assert set(stats) == {"actor_loss", "mine"}
@@ -293,8 +293,8 @@ def test_two_losses_make_one_step(language_model: Any, context: Any) -> None:
         (mean_over(model, ONES, 10) + 0.5 * other).backward()
         right, steps = gradient(model), []
         model.after_step = lambda steps=steps: steps.append(1)
-        terms = (term(), term(view=examples, rows="examples", coef=0.5))
-        config = Update(model="actor", view=ROLLOUT, terms=terms)
+        terms = (term(), term(batch=examples, rows="examples", coef=0.5))
+        config = update_of(*terms)
         UpdateInterface(config).train_step(model, [batch], context(micro_batches=parts))
         assert_same(gradient(model), clipped(right))
         assert len(steps) == 1
@@ -314,7 +314,7 @@ def test_a_second_loss_of_texts_under_a_mask(language_model: Any, context: Any, 
     (mean_over(model, ONES, 10) - 0.5 * of_text.sum() / max(1, sum(mask))).backward()
     right = clipped(gradient(model))
     model.after_step = lambda: steps.append(1)
-    config = Update(model="actor", view=ROLLOUT, terms=(term(), term(view=MASKED, rows="examples", coef=0.5)))
+    config = update_of(term(), term(batch=MASKED, rows="examples", coef=0.5))
     stats = UpdateInterface(config).train_step(model, [rollouts(tokens=tokens, **masked)], context()).stats
     assert (len(steps), stats["actor_loss"][1]) == (1, 10)
     assert_same(gradient(model), right)
@@ -355,7 +355,7 @@ def test_each_loss_has_the_columns_of_its_own_rows(language_model: Any, context:
         term(loss_function(of_rollouts)(), view),
         term(loss_function(of_texts)(), View((*MASKED.columns, ("mark", "second"))), rows="examples"),
     )
-    UpdateInterface(Update(model="actor", view=view, terms=terms)).train_step(model, [batch], context())
+    UpdateInterface(update_of(*terms)).train_step(model, [batch], context())
     assert seen == {
         "rollouts": ({"prompt", "seq", "weight", "valid", "mark"}, (4, 5, 7), [0, 1, 3]),
         "texts": (
@@ -383,7 +383,7 @@ def test_examples_with_a_mask(language_model: Any, context: Any) -> None:
         first, second = logprobs_of(model, tokens, [tokens[0][:1], tokens[1][:1]])
         return -(first[0] + first[2] + second.sum()) / 4
 
-    check_loss(language_model(), context, batch, term(view=view, rows="examples"), expected)
+    check_loss(language_model(), context, batch, term(batch=view, rows="examples"), expected)
 
 
 def test_examples_with_a_mask_by_sequences(language_model: Any, context: Any) -> None:
@@ -503,7 +503,7 @@ def test_pairs_of_a_reward_model_have_scores(scalar_model: Any, context: Any) ->
         ]
         return preference(*sides, batch).mean()
 
-    made = term(loss_function(preference)(), view, rows="pairs", is_scalar=True)
+    made = term(loss_function(preference)(), view, rows="pairs")
     check_loss(scalar_model(), context, batch, made, expected)
 
 
@@ -516,7 +516,7 @@ def test_values_learn(scalar_model: Any, context: Any) -> None:
         return ((torch.cat(values) - 1) ** 2).mean()
 
     columns = rollouts().data["seq"], rollouts().data["prompt"]
-    check_loss(scalar_model(), context, rollouts(), term(loss_function(squares)(), is_scalar=True), expected)
+    check_loss(scalar_model(), context, rollouts(), term(loss_function(squares)()), expected)
 
 
 def test_entropies_on_demand(language_model: Any, context: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from realhf.algorithms.rollout.stop_strings import StopStrings, is_stopped
+from realhf.algorithms.stop_strings import StopStrings, is_stopped
 from realhf.api import GenerationOptions
 from tests.unit.engine.texts import byte_level_tokenizer
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 from tokenizers.decoders import Fuse
 
-from realhf.algorithms.script.texts import ScoreTextsInterface
 from realhf.algorithms.text_reward import config as text_reward_config
 from realhf.algorithms.text_reward import interface
 from realhf.algorithms.text_reward.config import TextReward
 from realhf.algorithms.text_reward.interface import TextRewardInterface
-from realhf.api.script.config import ScoreTexts
-from realhf.api.script.views import View
+from realhf.api import inputs
 from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.engine.batch import Batch
@@ -120,20 +118,18 @@ def test_failures_are_counted(make: Any, policy: Any, total: tuple[float, float]
     assert result.stats["reward_failures"] == (2, 4)
 
 
-def test_a_call_of_a_script_has_names_of_its_own(make: Any) -> None:
-    """The columns under the call's keys, the statistics behind its name."""
+def test_a_call_may_have_names_of_its_own(make: Any) -> None:
+    """The columns under the call's keys, the statistics behind its prefix."""
     batch = rollouts("abc.", "ab")
-    view = View((("prompt", "prompt"), ("seq", "second_seq")))
     batch = Batch(batch.ids, {"prompt": batch.data["prompt"], "second_seq": batch.data["seq"]})
-    reward = make("broken", on_error="drop")
-    outputs = (("reward", "cost"), ("valid", "cost_valid"))
-    config = ScoreTexts(view=view, outputs=outputs, reward=reward, name="cost")
-    result = ScoreTextsInterface(config).inference(None, batch, RowContext())  # type: ignore[arg-type]
+    named = {"batch": inputs("prompt", seq="second_seq"), "outputs": ("cost", "cost_valid")}
+    config = make("broken", on_error="drop", prefix="cost", **named)
+    result = TextRewardInterface(config).inference(None, batch, RowContext())  # type: ignore[arg-type]
     assert torch.cat(result.outputs["cost"]).tolist() == [2, 0]
     assert torch.cat(result.outputs["cost_valid"]).tolist() == [1, 0]
     assert set(result.stats) == {f"cost_reward_{name}" for name in ("total", "failures", "seconds", "broken")}
-    unnamed = ScoreTexts(view=view, outputs=outputs, reward=reward)
-    result = ScoreTextsInterface(unnamed).inference(None, batch, RowContext())  # type: ignore[arg-type]
+    unnamed = make("broken", on_error="drop", **named)
+    result = TextRewardInterface(unnamed).inference(None, batch, RowContext())  # type: ignore[arg-type]
     assert result.stats["reward_failures"] == (1.0, 2.0)
 
 
@@ -142,14 +138,11 @@ def test_a_worker_s_share_of_its_host(
     make: Any, monkeypatch: pytest.MonkeyPatch, nodes: str, cores: int, processes: int
 ) -> None:
     """Five workers on the nodes; those that share one share its cores, with one process each at least."""
-    seen: list[Any] = []
     monkeypatch.setenv("SLURM_NNODES", nodes)
     monkeypatch.setattr(interface.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(interface.dist, "get_world_size", lambda: 5)
     monkeypatch.setattr(interface, "read_host", lambda: SimpleNamespace(cores=cores))
-    monkeypatch.setattr(interface, "RewardPool", lambda rewards, options: seen.append(options.processes))
-    interface._pool.__wrapped__(dataclasses.replace(make("seen"), processes=0))
-    assert seen == [processes]
+    assert interface._options(dataclasses.replace(make("seen"), processes=0)).processes == processes
 
 
 def test_ranks_that_hold_no_outputs_give_none(make: Any) -> None:
@@ -188,14 +181,14 @@ def test_chats_reach_trl_s_functions_as_messages(make: Any) -> None:
 def test_what_ends_a_response_is_no_part_of_its_text(
     make: Any, monkeypatch: pytest.MonkeyPatch, tokens: str, options: Any, text: str
 ) -> None:
-    monkeypatch.setattr(interface, "_pool", lambda config: None)
+    monkeypatch.setattr(interface, "_pool", lambda *given: None)
     [seq], [prompt] = (rollouts(tokens).data[key] for key in ("seq", "prompt"))
     made = TextRewardInterface(make("seen", **options))
     assert made.response_text(seq[len(prompt) :].tolist()) == text
 
 
 def test_functions_that_cannot_be_loaded_are_an_error_of_the_call(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(config: TextReward) -> Any:
+    def broken(*given: Any) -> Any:
         raise RewardError("functions.py:seen cannot be imported")
 
     monkeypatch.setattr(interface, "_pool", broken)
@@ -257,7 +250,7 @@ def test_functions_get_rows_steps_and_tokens(make: Any, monkeypatch: pytest.Monk
     batch, context = rollouts("abc.", "b"), RowContext(row={"messages": [USER, ANSWER]})
     for wants_tokens in (True, False):
         pool = Pool(wants_tokens=wants_tokens, names=())
-        monkeypatch.setattr(interface, "_pool", lambda config, pool=pool: pool)
+        monkeypatch.setattr(interface, "_pool", lambda *given, pool=pool: pool)
         result = TextRewardInterface(make("seen")).inference(None, batch, context)  # type: ignore[arg-type]
         assert [reward.tolist() for reward in result.outputs["reward"]] == [[0.5], [0.5]]
     answers = [seq[len(prompt) :].tolist() for prompt, seq in zip(batch.data["prompt"], batch.data["seq"], strict=True)]

@@ -1,6 +1,5 @@
 """The optimizer steps of an update, and the statistics that they add up."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,13 +10,9 @@ from realhf.algorithms.updates import optimizer_steps
 from tests.unit.algorithms.conftest import SingleContext
 
 
-@dataclass(frozen=True)
-class Options:
-    epochs: int = 1
-    max_kl: float | None = None
-
-
-def steps(kl: list[tuple[float, float]], options: Options, **surroundings: Any) -> tuple[list[str], Any]:
+def steps(
+    kl: list[tuple[float, float]], epochs: int = 1, max_kl: float | None = None, **surroundings: Any
+) -> tuple[list[str], Any]:
     """Mini-batches "a" and "b", and the statistic of each step: (the mini-batches in the order of their steps, the
     statistics of the update)."""
     seen: list[str] = []
@@ -27,11 +22,11 @@ def steps(kl: list[tuple[float, float]], options: Options, **surroundings: Any) 
         return {"loss": (1.0, 2.0), "kl_from_rollout": kl[len(seen) - 1]}
 
     context = SingleContext(**surroundings)
-    return seen, optimizer_steps(step, ["a", "b"], options, context, torch.device("cpu"))
+    return seen, optimizer_steps(step, ["a", "b"], context, torch.device("cpu"), epochs=epochs, max_kl=max_kl)
 
 
 def test_epochs_pass_over_the_mini_batches_in_their_order() -> None:
-    seen, stats = steps([(0.0, 1.0)] * 6, Options(epochs=3))
+    seen, stats = steps([(0.0, 1.0)] * 6, epochs=3)
     assert seen == ["a", "b"] * 3
     assert stats == {"loss": (6.0, 12.0), "kl_from_rollout": (0.0, 6.0)}
 
@@ -52,7 +47,7 @@ def test_epochs_pass_over_the_mini_batches_in_their_order() -> None:
     ],
 )
 def test_the_bound_of_the_divergence_is_one_of_the_mean_over_tokens(kl: list[tuple[float, float]], made: int) -> None:
-    seen, stats = steps(kl, Options(epochs=2, max_kl=0.25))
+    seen, stats = steps(kl, epochs=2, max_kl=0.25)
     assert len(seen) == made
     assert stats["loss"] == (made, 2.0 * made)
     assert stats.get("stopped_after") == (None if made == 4 else (made, 1.0))
@@ -61,15 +56,15 @@ def test_the_bound_of_the_divergence_is_one_of_the_mean_over_tokens(kl: list[tup
 def test_the_divergence_is_that_of_all_ranks() -> None:
     """This rank's 2.6 over 10 tokens is too far alone, and not with the 0 over 10 of another; and the other way."""
     far, near = torch.tensor([2.6, 10.0]).double(), torch.tensor([0.0, 10.0]).double()
-    assert len(steps([(2.6, 10.0)] * 2, Options(max_kl=0.25), peers=[near])[0]) == 2
-    assert len(steps([(0.0, 10.0)] * 2, Options(max_kl=0.125), peers=[far])[0]) == 1
-    assert len(steps([(0.0, 10.0)] * 2, Options(max_kl=0.135), peers=[far])[0]) == 2
+    assert len(steps([(2.6, 10.0)] * 2, max_kl=0.25, peers=[near])[0]) == 2
+    assert len(steps([(0.0, 10.0)] * 2, max_kl=0.125, peers=[far])[0]) == 1
+    assert len(steps([(0.0, 10.0)] * 2, max_kl=0.135, peers=[far])[0]) == 2
 
 
 def test_a_step_without_the_statistic_goes_on() -> None:
     """Where a mini-batch is skipped, and on ranks that hold no outputs."""
     context = SingleContext()
-    made = optimizer_steps(lambda batch: {}, ["a", "b"], Options(max_kl=0.1), context, torch.device("cpu"))
+    made = optimizer_steps(lambda batch: {}, ["a", "b"], context, torch.device("cpu"), epochs=1, max_kl=0.1)
     assert made == {}
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
-from realhf.algorithms.reward.config import SequenceReward
-from realhf.algorithms.sft.config import SFT
+from realhf.algorithms.sft.config import sft_loss
+from realhf.api import Generate, Score, Update
 from realhf.api.experiment import DatasetExtent, KeyExtent
 from realhf.architecture.hugging_face import decoder_of, write_config
 from realhf.architecture.model import DecoderConfig, RopeScaling
@@ -41,7 +40,11 @@ def extent_of(folder: Path, kind: type[TextDataset]) -> DatasetExtent:
 
 def sft_graph(model: DecoderConfig) -> DataflowGraph:
     call = ModelFunctionCallDef(
-        model_name="sft", model_type=model, interface_type=TRAIN_STEP, interface_impl=SFT(), input_data=["tokens"]
+        model_name="sft",
+        model_type=model,
+        interface_type=TRAIN_STEP,
+        interface_impl=Update(sft_loss(), rows="examples"),
+        input_data=["tokens"],
     )
     return DataflowGraph([call], ("tokens", "prompt_length"))
 
@@ -51,7 +54,7 @@ def rollout_graph(actor: DecoderConfig, reward: DecoderConfig = MODEL, **options
         model_name="actor",
         model_type=actor,
         interface_type=GENERATE,
-        interface_impl=PPOActor(ppo=PPOHyperparameters(**({"max_new_tokens": 9, "eos_token": 2} | options))),
+        interface_impl=Generate(**({"max_new_tokens": 9, "eos_token": 2} | options)),
         input_data=["prompt"],
         output_data=["seq"],
     )
@@ -60,7 +63,7 @@ def rollout_graph(actor: DecoderConfig, reward: DecoderConfig = MODEL, **options
         model_name="reward",
         model_type=reward.with_head("scalar"),
         interface_type=INFERENCE,
-        interface_impl=SequenceReward(),
+        interface_impl=Score(),
         input_data=["seq"],
         output_data=["score"],
     )
@@ -197,14 +200,14 @@ def test_only_calls_with_a_model_and_known_lengths_are_compared(tmp_path: Path) 
         model_name="judge",
         model_type=short.with_head("scalar"),
         interface_type=INFERENCE,
-        interface_impl=SequenceReward(),
+        interface_impl=Score(),
         input_data=["tokens", "text"],
         output_data=["score"],
     )
     check_fit(DataflowGraph([other], ("tokens", "text")), extent)
     asked: list[tuple[str, ...]] = []
 
-    class Rule(SequenceReward):
+    class Rule(Score):
         uses_model = False
 
         def check_columns(self, columns: Collection[str]) -> None:
@@ -229,7 +232,7 @@ def test_of_a_generation_the_first_output_is_its_sequence(tmp_path: Path) -> Non
         DataflowGraph([generate, replace(more, input_data=["seq"])], ("prompt",)), extent
     )
 
-    class Rule(SequenceReward):
+    class Rule(Score):
         uses_model = False
 
     tiny = replace(MODEL, vocab_size=2).with_head("scalar")
@@ -242,7 +245,7 @@ def test_of_a_generation_the_first_output_is_its_sequence(tmp_path: Path) -> Non
 
 def test_options_of_generation_matter_where_a_call_generates(tmp_path: Path) -> None:
     extent = extent_of(tmp_path, SFTDataset)
-    options = PPOActor(ppo=PPOHyperparameters(max_new_tokens=9, eos_token=99))
+    options = Generate(max_new_tokens=9, eos_token=99)
     train = ModelFunctionCallDef(
         model_name="actor", model_type=MODEL, interface_type=TRAIN_STEP, interface_impl=options, input_data=["tokens"]
     )
@@ -255,8 +258,8 @@ def test_a_generation_of_an_unknown_length(tmp_path: Path) -> None:
     """Without a prompt, and without a number of new tokens, nothing is known of what is generated."""
     extent = extent_of(tmp_path, PromptDataset)
     tiny = replace(MODEL, max_position_embeddings=4)
-    options = PPOActor(ppo=PPOHyperparameters(max_new_tokens=9, eos_token=2))
-    for inputs, implementation in (([], options), (["prompt"], SequenceReward())):
+    options = Generate(max_new_tokens=9, eos_token=2)
+    for inputs, implementation in (([], options), (["prompt"], Score())):
         call = ModelFunctionCallDef(
             model_name="actor",
             model_type=tiny,

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from realhf.algorithms.functional import token_logprobs
-from realhf.algorithms.rollout.stop_strings import StopStrings
+from realhf.algorithms.stop_strings import StopStrings
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError

@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from realhf.algorithms.rollout.config import Rollout
+from realhf.api import Generate
 from realhf.architecture.decoding import GraphLife
 from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
@@ -212,7 +212,7 @@ def test_a_search_recomputes_where_memory_is_short() -> None:
 def generates_and_trains(graphs: GraphLife | None = None) -> DataflowGraph:
     """A model whose KV cache takes more memory than its parameters."""
     model = replace(TINY, hidden_size=1024, intermediate_size=4096, num_layers=16)
-    rollout = Rollout(max_new_tokens=8, eos_token=-1, decode_graphs=graphs)
+    rollout = Generate(max_new_tokens=8, eos_token=-1, decode_graphs=graphs)
     generate = replace(call("actor", model, GENERATE, "prompts", "seq"), interface_impl=rollout)
     return DataflowGraph([generate, call("actor", model, TRAIN_STEP, "seq")], ["prompts"])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from realhf.algorithms.rollout.config import Rollout
+from realhf.api import Generate
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan, ExecutionPlan
@@ -39,7 +39,7 @@ from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import TINY, Stub, call, cpu_cluster, ppo, settings, task_of
 
 FIELDS = ("recomputation", "sequence_parallel", "data_parallel", "prefetch", "offload_states")
-ROLLOUT = Rollout(max_new_tokens=8, eos_token=-1, decode_graphs=None)
+ROLLOUT = Generate(max_new_tokens=8, eos_token=-1, decode_graphs=None)
 
 
 def on_h100(graph: DataflowGraph, devices: int = 4, **features: Any) -> PlanningTask:

@@ -88,6 +88,14 @@ BAD_FILES = {
         "import no_such_module\n",
         "bad.py:5: cannot be imported: ModuleNotFoundError: No module named 'no_such_module'",
     ),
+    "a call of before": (
+        "from realhf.algorithms.ppo.config import PPOActor\n",
+        "; write Generate.by(ppo), and Update(ppo_policy(ppo), batch=ppo_advantages(...)), from realhf.api (docs/exp",
+    ),
+    "a module of before": (
+        "from realhf.algorithms.rollout.config import Rollout\n",
+        "bad.py:5: cannot be imported: ModuleNotFoundError: No module named 'realhf.algorithms.rollout",
+    ),
     "no experiment": ("x = 1\n", "bad.py: an experiment file has one class under @auto; found none"),
     "a class that auto refuses": (
         "@auto(batch_size=4)\nclass Bad:\n    pass\n",

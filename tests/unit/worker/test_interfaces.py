@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from realhf.algorithms.ppo.config import PPOActor
-from realhf.algorithms.ppo.interface import PPOActorInterface
+from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_advantages, ppo_policy
+from realhf.algorithms.script.update import UpdateInterface
+from realhf.api import Update, inputs
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import TRAIN_STEP, WEIGHTS_VERSION
 from realhf.dataflow.interface import InterfaceConfig
@@ -159,12 +160,14 @@ def test_a_reward_per_token_is_told_with_call_key_shape_and_remedy() -> None:
     """What a call of another's made as `reward`, where an algorithm reads it."""
     tokens = [torch.zeros(2), torch.zeros(1)]
     batch = Batch((0, 1), dict.fromkeys(("logprob", "ref_logprob", "value", "reward"), tokens))
-    train = call("actor", interface_type=TRAIN_STEP, interface_impl=PPOActor(), outputs=[])
+    step, ppo = inputs(), PPOHyperparameters()
+    update = Update(ppo_policy(ppo), batch=ppo_advantages(step, step, step, step, ppo))
+    train = call("actor", interface_type=TRAIN_STEP, interface_impl=update, outputs=[])
     model: Any = "the model"
     with pytest.raises(InterfaceError) as error:
-        run_interface(PPOActorInterface(PPOActor()), train, model, [batch], context())
+        run_interface(UpdateInterface(update), train, model, [batch], context())
     assert re.fullmatch(
-        r"actor_train_step: PPOActorInterface.train_step \(.*\): 'reward' of sample 0 has the shape \[2\], must be "
+        r"actor_train_step: UpdateInterface.train_step \(.*\): 'reward' of sample 0 has the shape \[2\], must be "
         r"\[1\]: one number for the whole response; add up what its tokens have \(.sum\(\).view\(1\)\), or give .*",
         str(error.value),
     )

@@ -1,11 +1,11 @@
-"""The rule-checked accuracy as a model function call."""
+"""The share of prompts that are answered right, checked by a rule."""
 
 from pathlib import Path
 
 from torch import Tensor
 
-from realhf.algorithms.evaluation.config import SampledAccuracy
-from realhf.algorithms.rollout.interface import generate, responses
+from realhf.algorithms.script.rollouts import generate
+from realhf.api.script.config import SampledAccuracy
 from realhf.data.tokenizer_file import load_tokenizer
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
@@ -19,17 +19,19 @@ class SampledAccuracyInterface:
         self._tokenizer = load_tokenizer(Path(config.tokenizer))
 
     def generate(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        c = self.config
+        c, columns = self.config, dict(self.config.batch.columns)
         out = generate(model, batch, context, c)
         if not context.holds_outputs:
             return CallResult()
-        given = responses(batch, out.sequences)
-        texts = [[self._finished(tokens) for tokens in column] for column in (given, batch.data["answer"])]
+        pairs = zip(out.sequences, out.logprobs, strict=True)
+        given = [sequence[len(sequence) - len(logprob) :] for sequence, logprob in pairs]
+        answers = batch.data[columns.get("answer", "answer")]
+        texts = [[self._finished(tokens) for tokens in column] for column in (given, answers)]
         right = sum(text is not None and text == answer for text, answer in zip(*texts, strict=True))
         return CallResult(
             stats={
-                c.name: (float(right), len(batch)),
-                f"{c.name}_response_length": (float(sum(map(len, given))), len(batch)),
+                c.statistic: (float(right), len(batch)),
+                f"{c.statistic}_response_length": (float(sum(map(len, given))), len(batch)),
             }
         )
 
