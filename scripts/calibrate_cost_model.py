@@ -7,6 +7,7 @@ python scripts/calibrate_cost_model.py --write    # also write the constants to 
 import argparse
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,13 @@ import numpy as np
 from msgspec import structs
 
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
-from realhf.planning.model.fit import (
+from realhf.planning.model.gaussian import of_covariance
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.uncertainty import place_of, uncertainty_of
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))  # where the fit is
+from lib.fit import (  # noqa: E402
     Constant,
     Fitted,
     MeasuredTable,
@@ -28,11 +35,7 @@ from realhf.planning.model.fit import (
     step_residuals,
     worst_error,
 )
-from realhf.planning.model.gaussian import of_covariance
-from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.uncertainty import place_of, uncertainty_of
 
-ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "data" / "published_step_times.yaml"
 
 # An H100 SXM has peaks of 989 TFLOP/s bf16, 3.35 TB/s and 450 GB/s of NVLink a direction (data sheet); it has a

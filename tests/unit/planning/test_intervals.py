@@ -26,12 +26,12 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.uncertainty import Uncertainty, uncertainty_of
-from realhf.planning.options import all_options, chosen
+from realhf.planning.options import chosen
 from realhf.planning.predict import predict
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import LENGTHS, ppo, task_of
+from tests.unit.planning.graphs import LENGTHS, all_options, ppo, task_of
 
 CPU, H100 = load_hardware("cpu"), load_hardware("h100")
 SURE = Uncertainty(spread={}, call_error=0.0, profiled_error=0.0)

@@ -16,7 +16,6 @@ from realhf.dataflow.plan import OrderEntry, check_plan, load_plan, save_plan
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.workload import Workload
-from realhf.planning.options import call_options
 from realhf.planning.predict import possible_orders, predict
 from realhf.planning.presets import heuristic
 from realhf.planning.problem.builder import build_problem
@@ -25,7 +24,7 @@ from realhf.planning.problem.simulation import device_needs, makespan_s, simulat
 from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
-from tests.unit.planning.graphs import cpu_cluster, ppo, random_problem, settings, task_of
+from tests.unit.planning.graphs import call_options, cpu_cluster, ppo, random_problem, settings, task_of
 
 
 def reference_cost(problem: Problem, choice: Sequence[int]) -> float:
