@@ -159,6 +159,10 @@ Problem problem_of(const py::dict& tables) {
     problem.communicator_bytes = tables["communicator_bytes"].cast<double>();
     problem.sending_bytes = tables["sending_bytes"].cast<double>();
     problem.communicators = communicators.all();
+    for (const auto& [source, takers, beside, bytes] :
+         tables["kept"].cast<std::vector<std::tuple<int, std::vector<int>, std::vector<int>, double>>>()) {
+        problem.kept.push_back({source, takers, beside, bytes});
+    }
     std::size_t number = 0;
     for (const py::handle& item : tables["calls"]) {
         problem.calls[number++].spared = sparing_of(py::reinterpret_borrow<py::dict>(item), strategies);
@@ -302,16 +306,30 @@ PYBIND11_MODULE(_search, module) {
             "[(step_time, feasible)] of the plans with each option of one call", py::arg("plan"), py::arg("call"))
         .def(
             "trace",
-            [](const Problem& problem, const Plan& plan, int steps) {
+            [](const Problem& problem, const Plan& plan, int steps, const std::vector<std::pair<int, int>>& order) {
                 check_plan(problem, plan);
-                std::vector<std::tuple<int, int, double, double>> events;
-                for (const Event& event : Simulator(problem, steps).trace(plan)) {
-                    events.emplace_back(event.node, event.step, event.start, event.end);
+                std::vector<std::tuple<int, int, double, double, std::vector<int>>> events;
+                for (Event& event : Simulator(problem, steps).trace(plan, order)) {
+                    events.emplace_back(event.node, event.step, event.start, event.end, std::move(event.waits));
                 }
                 return events;
             },
-            "[(node, step, start_s, end_s)] in the order in which the nodes were taken", py::arg("plan"),
-            py::arg("steps"))
+            "[(node, step, start_s, end_s, numbers of the events that it waits for)] in the order in which the nodes were "
+            "taken; those of `order`, (node, step), run in that order where they share a device",
+            py::arg("plan"), py::arg("steps"), py::arg("order") = std::vector<std::pair<int, int>>{})
+        .def(
+            "device_needs",
+            [](const Problem& problem, const Plan& plan) {
+                check_plan(problem, plan);
+                Simulator simulator(problem);
+                std::vector<std::tuple<double, double, double>> needs;
+                for (int device = 0; device < problem.num_devices; ++device) {
+                    const DeviceNeed need = simulator.need_at(plan, device);
+                    needs.emplace_back(need.communicators, need.statics, need.peak);
+                }
+                return needs;
+            },
+            "[(bytes of communicators, with them what stays whatever runs, peak)] of each device")
         .def(
             "solve",
             [](const Problem& problem, std::uint64_t seed, std::int64_t evaluations, double seconds, int threads,
@@ -387,6 +405,8 @@ PYBIND11_MODULE(_search, module) {
 
     module.def("solve_osdp", &solve_osdp,
                "Operators are (slices, gather_bytes, [(seconds, bytes, gathers)] of one slice); see csrc/search/osdp.h",
-               py::arg("operators"), py::arg("memory_bytes"), py::arg("bytes_per_sample"),
-               py::arg("seconds_per_sample"), py::arg("min_batch"), py::arg("max_batch"), py::arg("time_limit_s"));
+               py::arg("operators"), py::arg("memory_bytes"), py::arg("bytes_per_sample") = 0,
+               py::arg("seconds_per_sample") = 0.0, py::arg("min_batch") = 1, py::arg("max_batch") = 1,
+               py::arg("time_limit_s") = 1.0);
+    module.attr("MOST_SLICES") = osdp::most_slices;
 }

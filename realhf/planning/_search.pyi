@@ -31,7 +31,10 @@ class Problem:
     def __init__(self, tables: dict[str, Any]) -> None: ...
     def evaluate(self, plan: Sequence[int]) -> Evaluation: ...
     def evaluate_all(self, plan: Sequence[int], call: int) -> list[tuple[float, bool]]: ...
-    def trace(self, plan: Sequence[int], steps: int) -> list[tuple[int, int, float, float]]: ...
+    def trace(
+        self, plan: Sequence[int], steps: int, order: Sequence[tuple[int, int]] = ...
+    ) -> list[tuple[int, int, float, float, list[int]]]: ...
+    def device_needs(self, plan: Sequence[int]) -> list[tuple[float, float, float]]: ...
     def solve(
         self,
         *,
@@ -85,12 +88,14 @@ class OsdpSolution(TypedDict):
     knapsacks: int
     states: int
 
+MOST_SLICES: int
+
 def solve_osdp(
     operators: Sequence[tuple[int, int, Sequence[tuple[float, int, bool]]]],
     memory_bytes: int,
-    bytes_per_sample: int,
-    seconds_per_sample: float,
-    min_batch: int,
-    max_batch: int,
-    time_limit_s: float,
+    bytes_per_sample: int = 0,
+    seconds_per_sample: float = 0.0,
+    min_batch: int = 1,
+    max_batch: int = 1,
+    time_limit_s: float = 1.0,
 ) -> OsdpSolution: ...

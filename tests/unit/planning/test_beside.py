@@ -16,11 +16,11 @@ from realhf.planning.presets import evaluate_presets
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import PlannedFile, load_problem, problem_bytes
 from realhf.planning.problem.native import native_problem
-from realhf.planning.problem.simulation import makespan_s, simulate
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import all_options, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.simulation import makespan_s, simulate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from realhf.planning.explain.hinges import Hinge
 from realhf.planning.options import Option, option_of
 from realhf.planning.predict import Prediction
 from realhf.planning.presets import PresetResult
-from realhf.planning.problem.simulation import DeviceNeed
+from realhf.planning.problem.native import DeviceNeed
 from realhf.planning.search import SearchResult
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
@@ -425,7 +425,7 @@ def test_the_heuristic_that_has_no_plan() -> None:
 
 
 def test_neighbours_with_the_same_needs_are_one_entry() -> None:
-    other = replace(NEED, peak_bytes=31.0)
+    other = NEED._replace(peak_bytes=31.0)
     memory = comparison._memory([NEED, NEED, other, NEED])
     assert [(each.devices, each.peak_bytes) for each in memory] == [((0, 2), 30), ((2, 1), 31), ((3, 1), 30)]
 

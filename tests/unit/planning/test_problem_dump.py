@@ -17,13 +17,13 @@ from realhf.dataflow.graph import DataflowGraph
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import PlannedFile, load_problem, problem_bytes
 from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
-from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning import graphs
 from tests.unit.planning.graphs import call_options
 from tests.unit.planning.problem_files import random_plan
+from tests.unit.planning.simulation import device_needs, makespan_s, simulate
 
 
 def planned(staleness: int = 0, in_flight: int = 2, memory: int = 2**32) -> tuple[Problem, DataflowGraph]:
