@@ -10,9 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from realhf.base.durations import duration
 from realhf.base.errors import UserError
 from realhf.base.files import decode_loose_json
-from realhf.cli.output import Output, duration, number_text, table_of, wide_output
+from realhf.cli.output import Output, number_text, table_of, wide_output
 from realhf.cli.trends import trends_table
 from realhf.launch.slurm.state import job_state
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status, run_now_s
