@@ -197,16 +197,19 @@ py::dict dict_of(const Evaluation& evaluation) {
     return result;
 }
 
+// The fields of realhf.planning.problem.native.Found, but the seconds that it took.
 py::dict dict_of(const Solution& solution) {
     py::dict result;
-    result["plan"] = solution.plan;
-    result["evaluation"] = dict_of(solution.evaluation);
-    result["lower_bound"] = solution.lower_bound;
+    result["choice"] = solution.plan;
+    result["step_s"] = solution.evaluation.step_time;
+    result["peak_bytes"] = solution.evaluation.peak_bytes;
+    result["feasible"] = solution.evaluation.feasible;
+    result["cost"] = solution.evaluation.cost;
+    result["lower_bound_s"] = solution.lower_bound;
     result["proven"] = solution.proven;
-    result["evaluations"] = solution.counts.total();
-    result["search_full"] = solution.search_counts.full;
-    result["search_rejected"] = solution.search_counts.rejected;
-    result["search_cpu_s"] = solution.search_cpu_s;
+    result["all_evaluations"] = solution.counts.total();
+    result["full_evaluations"] = solution.search_counts.full;
+    result["early_rejections"] = solution.search_counts.rejected;
     result["trace"] = solution.trace;
     return result;
 }
@@ -346,14 +349,6 @@ PYBIND11_MODULE(_search, module) {
             py::arg("single_moves"), py::arg("proves"), py::arg("starts") = std::vector<Plan>{},
             py::arg("progress") = nullptr)
         .def(
-            "evaluations_per_s",
-            [](const Problem& problem, const Plan& plan, std::int64_t evaluations) {
-                check_plan(problem, plan);
-                return evaluations_per_s(problem, plan, evaluations);
-            },
-            "full evaluations of plans that differ in one call from the one before, per second of CPU time",
-            py::arg("plan"), py::arg("evaluations"))
-        .def(
             "lower_bound",
             [](const Problem& problem, const Plan& chosen, double limit) {
                 Plan plan = chosen;
@@ -363,7 +358,6 @@ PYBIND11_MODULE(_search, module) {
             },
             "on the step time of all plans with these options (-1: any); infinity if it is above the limit",
             py::arg("chosen"), py::arg("limit") = std::numeric_limits<double>::infinity())
-        .def("greedy_plan", &greedy_plan)
         .def("smallest_plan", [](const Problem& problem, std::uint64_t seed) { return smallest_plan(problem, seed); });
 
     py::class_<Table>(module, "Table",

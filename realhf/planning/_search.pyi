@@ -10,14 +10,16 @@ class Evaluation(TypedDict):
     cost: float
 
 class Solution(TypedDict):
-    plan: list[int]
-    evaluation: Evaluation
-    lower_bound: float
+    choice: list[int]
+    step_s: float
+    peak_bytes: float
+    feasible: bool
+    cost: float
+    lower_bound_s: float
     proven: bool
-    evaluations: int
-    search_full: int
-    search_rejected: int
-    search_cpu_s: float
+    all_evaluations: int
+    full_evaluations: int
+    early_rejections: int
     trace: list[tuple[float, float]]
 
 class Progress:
@@ -47,9 +49,7 @@ class Problem:
         starts: Sequence[Sequence[int]] = ...,
         progress: Progress | None = None,
     ) -> Solution: ...
-    def evaluations_per_s(self, plan: Sequence[int], evaluations: int) -> float: ...
     def lower_bound(self, chosen: Sequence[int], limit: float = ...) -> float: ...
-    def greedy_plan(self) -> list[int]: ...
     def smallest_plan(self, seed: int) -> list[int]: ...
 
 LayoutRow = tuple[int, int, int, int, int, int, int]

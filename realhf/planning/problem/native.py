@@ -58,7 +58,7 @@ class Found:
     cost: float
     lower_bound_s: float
     proven: bool
-    trace: tuple[tuple[float, float], ...]
+    trace: Sequence[tuple[float, float]]
     full_evaluations: int
     early_rejections: int
     all_evaluations: int
@@ -168,21 +168,7 @@ def search_problem(native: _search.Problem, request: SearchRequest, watch: Watch
             solution = future.result()
         finally:
             progress.stop()
-    evaluation = solution["evaluation"]
-    found = Found(
-        choice=solution["plan"],
-        step_s=evaluation["step_time"],
-        peak_bytes=evaluation["peak_bytes"],
-        feasible=evaluation["feasible"],
-        cost=evaluation["cost"],
-        lower_bound_s=solution["lower_bound"],
-        proven=solution["proven"],
-        trace=tuple(solution["trace"]),
-        full_evaluations=solution["search_full"],
-        early_rejections=solution["search_rejected"],
-        all_evaluations=solution["evaluations"],
-        seconds=time.perf_counter() - start,
-    )
+    found = Found(**solution, seconds=time.perf_counter() - start)
     watch(phase, _text(found.step_s if found.feasible else math.inf, found.evaluations))
     return found
 

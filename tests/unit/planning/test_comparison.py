@@ -296,7 +296,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return ["hinge"]
 
     monkeypatch.setattr(hinge_module, "hinges", hinges)
-    monkeypatch.setattr(intervals, "drawn", lambda task: ("draws", task.staleness, task.staler))
+    monkeypatch.setattr(intervals, "drawn", lambda task: ("draws", task.staleness, task.more_stale))
     monkeypatch.setattr(comparison, "sure", lambda draws, prediction: replace(prediction, transfer_s={"sure": 1.0}))
     monkeypatch.setattr(comparison, "analyse", lambda task, prediction: analysis_of(prediction))
     return asked
@@ -306,8 +306,8 @@ def test_a_searched_plan_is_described_with_what_the_search_knows(stand_ins: dict
     """As the task of its own staleness; rules that fit may be the faster ones."""
     stale = replace(TASK, staleness=1)
     result = result_of(predicted(staleness=1), rules=RULES)
-    found = comparison.describe(replace(TASK, staler=(stale,)), result)
-    assert (found.task.staleness, found.task.staler, found.draws) == (1, (), ("draws", 1, ()))
+    found = comparison.describe(replace(TASK, more_stale=(stale,)), result)
+    assert (found.task.staleness, found.task.more_stale, found.draws) == (1, (), ("draws", 1, ()))
     assert found.heuristic is RULES[0]
     assert found.result is result
     assert found.hinges == ("hinge",)
@@ -321,7 +321,7 @@ def test_a_given_plan_is_predicted_beside_the_heuristic(
 ) -> None:
     prediction = predicted(3.0)
     monkeypatch.setattr(comparison, "predict", lambda task, plan: prediction if plan == prediction.plan else None)
-    monkeypatch.setattr(comparison, "evaluate_preset", lambda name, task: (name, task.staler))
+    monkeypatch.setattr(comparison, "evaluate_preset", lambda name, task: (name, task.more_stale))
     found = comparison.describe(TASK, prediction.plan)
     assert (found.heuristic, found.result) == (("heuristic", ()), None)
     assert (stand_ins["prediction"], stand_ins["rules"]) == (prediction, {})

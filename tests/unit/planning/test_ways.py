@@ -522,15 +522,17 @@ def test_what_the_other_models_keep_if_all_devices_have_a_part() -> None:
 
 def test_a_task_in_another_variation() -> None:
     stale = replace(on_h100(GRAPH), staleness=1)
-    task = replace(on_h100(GRAPH), offload=("ref",), breadth="computation", near=(DeviceMesh(0, 1),), staler=(stale,))
-    assert task.varied() == replace(task, staler=())
+    task = replace(
+        on_h100(GRAPH), offload=("ref",), breadth="computation", near=(DeviceMesh(0, 1),), more_stale=(stale,)
+    )
+    assert task.varied() == replace(task, more_stale=())
     changed = task.varied(offload=(), max_steps_in_flight=7, breadth="plain", near=())
-    assert changed == replace(task, offload=(), max_steps_in_flight=7, breadth="plain", near=(), staler=())
+    assert changed == replace(task, offload=(), max_steps_in_flight=7, breadth="plain", near=(), more_stale=())
     for name in ("homes", "call_models", "known"):
         assert getattr(changed, name) is getattr(task, name)
     plan = ExecutionPlan(num_devices=1, calls={}, staleness=1)
     assert task.of(plan) == stale
-    assert task.of(ExecutionPlan(num_devices=1, calls={})) == replace(task, staler=())
+    assert task.of(ExecutionPlan(num_devices=1, calls={})) == replace(task, more_stale=())
 
 
 @pytest.mark.parametrize(("nodes", "searched"), [(16, "all"), (17, "computation")])
