@@ -12,10 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lib.common import case, finish, parse_arguments
-from msgspec import structs
-
-from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.fit import (
+from lib.fit import (
     MeasuredTable,
     Residual,
     load_tables,
@@ -25,11 +22,15 @@ from realhf.planning.model.fit import (
     step_residuals,
     worst_error,
 )
+from msgspec import structs
+
+from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import Hardware
 
 MEASURES = (
     "realhf/planning/model",
     "realhf/planning/descriptions/h100.yaml",
+    "benchmarks/lib/fit.py",
     "scripts/calibrate_cost_model.py",
 )
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,9 +26,9 @@ from lib.pages import RUNS
 
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
 from realhf.planning.here import CPU
-from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.options import call_options
+from realhf.planning.options import options_on
 from realhf.planning.planner import task_of
 from realhf.planning.predict import predict
 from realhf.rundir.lines import read_lines, step_line
@@ -139,7 +139,7 @@ def random_plan(setting: Setting, seed: int) -> ExecutionPlan:
     while True:
         calls = {}
         for call in task.graph.calls.values():
-            options = call_options(call, task.batch_size, cluster)
+            options = options_on(device_meshes(cluster), call, call.mini_batch_size(task.batch_size))
             calls[call.name] = draw.choice([o for o in options if o.micro_batches <= MAX_MICRO_BATCHES]).call_plan()
         prediction = predict(task, ExecutionPlan(num_devices=NUM_WORKERS, calls=calls, models=task.graph.models))
         if prediction.fits:

@@ -141,7 +141,7 @@ FEATURES: Mapping[str, Feature] = {
         is_in=lambda plan: any(call.chunks > 1 for call in plan.calls.values()),
         chunks=(),
     ),
-    "staleness": Feature(without=lambda task: replace(task, staler=()), is_in=lambda plan: plan.staleness > 0),
+    "staleness": Feature(without=lambda task: replace(task, more_stale=()), is_in=lambda plan: plan.staleness > 0),
     "steps in flight": Feature(
         without=lambda task: replace(task, max_steps_in_flight=1), is_in=lambda plan: plan.max_steps_in_flight > 1
     ),
@@ -306,7 +306,7 @@ def plans(setting: Setting) -> tuple[Planned, Planned]:
         try:
             before = found(setting, feature.without(task))
         except UserError:
-            roomy = replace(task, cluster=_roomy(task), staler=())
+            roomy = replace(task, cluster=_roomy(task), more_stale=())
             before = replace(found(setting, feature.without(roomy)), fits=False)
             assert before.peak_gib * GIB > task.cluster.device_memory_bytes
     return chosen, before

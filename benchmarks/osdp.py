@@ -27,16 +27,15 @@ from lib.osdp_ranks import Task, measured
 from lib.osdp_runs import run_cases
 from lib.osdp_shapes import QUICK_SHAPES, SHAPES
 
+from realhf.architecture.compute import MODES, Mode
 from realhf.architecture.model import DecoderConfig, model_type
 from realhf.base.errors import UserError
 from realhf.cpu import host_group
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import (
-    MODES,
-    PAPER_MODES,
+from realhf.planning.model.osdp.decoder import decoder_problem
+from realhf.planning.model.osdp.problem import (
     Links,
-    Mode,
     Operator,
     OsdpPlan,
     OsdpProblem,
@@ -44,7 +43,6 @@ from realhf.planning.model.operator_modes import (
     solve,
     uniform_plan,
 )
-from realhf.planning.model.operators import Training, decoder_problem
 
 MEASURES = (
     "realhf/cpu/host_group.py",
@@ -52,7 +50,6 @@ MEASURES = (
     "realhf/geometry/operators.py",
     "realhf/parallel",
     "realhf/planning/model",
-    "realhf/planning/osdp.py",
     "realhf/wrapping",
     "csrc/host",
     "csrc/search/knapsack.cpp",
@@ -68,6 +65,7 @@ MEASURES = (
 )
 BATCHES = range(1, 513)
 TARGET_MS = 10.0
+PAPER_MODES: tuple[Mode, ...] = ("replicated", "sharded")
 PAPER_SEARCH_S = 9.0  # the shortest search that the paper reports (9 to 307 s)
 NUM_DEVICES = 8
 ROUNDING = 1e-9
@@ -184,25 +182,17 @@ def search_times(problems: int) -> Iterable[dict[str, Any]]:
 def llama_problem(memory_gib: int) -> OsdpProblem:
     """205 operators of a real model, 10 us a collective."""
     device = load_hardware("h100")
-    training = Training(
-        sequence_length=1024,
-        flops=device.flops("bfloat16"),
-        links=Links.ring(device, NUM_DEVICES, launch_s=1e-5),
-        memory_bytes=memory_gib * GIB,
-    )
-    return sliced(decoder_problem(replace(model_type("llama7b"), num_layers=29), training), 4)
+    links = Links.ring(device, NUM_DEVICES, launch_s=1e-5)
+    given = OsdpProblem(operators=(), links=links, memory_bytes=memory_gib * GIB)
+    model = replace(model_type("llama7b"), num_layers=29)
+    return sliced(decoder_problem(model, given, sequence_length=1024, flops=device.flops("bfloat16")), 4)
 
 
 def model_problem(parts: tuple[tuple[int, int], ...], memory_gib: int) -> OsdpProblem:
     """A decoder of the paper's shape (inner size 4 x hidden); one with several widths has the last one's head."""
     device = load_hardware(HARDWARE)
-    training = Training(
-        sequence_length=SEQUENCE_LENGTH,
-        flops=device.flops("bfloat16"),
-        links=Links.ring(device, NUM_DEVICES),
-        memory_bytes=memory_gib * GIB,
-        modes=PAPER_MODES,
-    )
+    links, flops = Links.ring(device, NUM_DEVICES), device.flops("bfloat16")
+    given = OsdpProblem(operators=(), links=links, memory_bytes=memory_gib * GIB, modes=PAPER_MODES)
     problems = []
     for layers, hidden in parts:
         model = DecoderConfig(
@@ -213,7 +203,7 @@ def model_problem(parts: tuple[tuple[int, int], ...], memory_gib: int) -> OsdpPr
             num_kv_heads=hidden // 128,
             vocab_size=VOCABULARY,
         )
-        problems.append(decoder_problem(model, training))
+        problems.append(decoder_problem(model, given, sequence_length=SEQUENCE_LENGTH, flops=flops))
     operators = [
         op
         for i, problem in enumerate(problems)

@@ -7,6 +7,7 @@ python scripts/calibrate_cost_model.py --write    # also write the constants to 
 import argparse
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,13 @@ import numpy as np
 from msgspec import structs
 
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
-from realhf.planning.model.fit import (
+from realhf.planning.model.gaussian import of_covariance
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.uncertainty import place_of
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))  # where the fit is
+from lib.fit import (  # noqa: E402
     Constant,
     Fitted,
     MeasuredTable,
@@ -28,11 +35,7 @@ from realhf.planning.model.fit import (
     step_residuals,
     worst_error,
 )
-from realhf.planning.model.gaussian import of_covariance
-from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.uncertainty import place_of, uncertainty_of
 
-ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "data" / "published_step_times.yaml"
 
 # An H100 SXM has peaks of 989 TFLOP/s bf16, 3.35 TB/s and 450 GB/s of NVLink a direction (data sheet); it has a
@@ -97,7 +100,7 @@ def calibrated(tables: Sequence[MeasuredTable], hardware: Hardware) -> Hardware:
     """With the constants that fit all tables, how sure they are, and the error that tables which were left out show
     beside (with one table: the description's). Numbers are rounded as they are written."""
     found = fit(tables, hardware, CONSTANTS)
-    stated = uncertainty_of(hardware)
+    stated = hardware.sureness
     left_out = [error_beyond_constants(t, _without(t, tables, hardware), CONSTANTS) for t in tables]
     error = stated.call_error
     if len(tables) > 1:
@@ -127,7 +130,7 @@ def rounded(hardware: Hardware) -> Hardware:
 
 
 def print_constants(hardware: Hardware) -> None:
-    sure = uncertainty_of(hardware)
+    sure = hardware.sureness
     print(f"| {'constant':25} | {'value':8} | +- % | {'prior':8} | +- % | prior from |\n|---|---|---|---|---|---|")
     for c in CONSTANTS:
         spread, before = 100 * sure.spread.get(c.name, 0.0), 100 * math.log(c.spread)
@@ -150,7 +153,7 @@ def with_constants(text: str, hardware: Hardware) -> str:
     """The description's text with the fitted numbers in the places of the old ones, and its end, how sure they are."""
     for constant in CONSTANTS:
         text = _with_number(text, constant, constant.get(hardware))
-    sure = uncertainty_of(hardware)
+    sure = hardware.sureness
     lines = [f"  spread: {{{', '.join(f'{name!r}: {value:g}' for name, value in sure.spread.items())}}}"]
     lines += ["  correlation:", *(f"  - [{', '.join(f'{v:g}' for v in row)}]" for row in sure.correlation)]
     lines += [f"  call_error: {sure.call_error:g}", f"  profiled_error: {sure.profiled_error:g}"]

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from realhf.planning.problem.simulation import Event, Simulation, makespan_s
+from realhf.planning.explain.analysis import occupied
+from realhf.planning.problem.native import Event
 from realhf.planning.problem.tables import Problem
 
 REALLOCATION, DATA_TRANSFER, IDLE = "reallocation", "data transfer", "idle"
@@ -16,12 +17,12 @@ def device_time_shares(problem: Problem, choice: Sequence[int], events: Sequence
     node takes its duration on every device that it occupies; the whole is the makespan of `events`
     (what `simulate` returned for `choice`) on all devices, so that devices without work idle.
     """
-    nodes = Simulation(problem, choice)
+    devices = occupied(problem, choice)
     shares = {call.name: 0.0 for call in problem.calls} | {REALLOCATION: 0.0, DATA_TRANSFER: 0.0}
-    whole = problem.num_devices * makespan_s(events)
+    whole = problem.num_devices * max(event.end_s for event in events)
     assert whole > 0, "nothing takes any time"
     for event in events:
-        shares[_kind(problem, event.node)] += (event.end_s - event.start_s) * len(nodes.devices[event.node]) / whole
+        shares[_kind(problem, event.node)] += (event.end_s - event.start_s) * len(devices[event.node]) / whole
     return shares | {IDLE: max(0.0, 1.0 - sum(shares.values()))}
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from realhf.architecture.compute import MODES
 from realhf.cpu import host_group
 from realhf.launch.process import process_environment
-from realhf.planning.model.operator_modes import SMALLEST_SLICED_BYTES, Operator
+from realhf.planning.model.osdp.problem import SMALLEST_SLICED_BYTES, Operator
 from realhf.worker.allocator import keep_freed_memory
 
 DEADLINE_S = 300.0

@@ -51,7 +51,7 @@ RUNS = (
     "realhf/planning",
     ":!realhf/planning/explain",
     ":!realhf/planning/mapping.py",
-    ":!realhf/planning/osdp.py",
+    ":!realhf/planning/model/osdp/request.py",
     ":!realhf/planning/what_if.py",
     "realhf/profiling",
     "realhf/realloc",

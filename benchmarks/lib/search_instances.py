@@ -1,6 +1,6 @@
 """Large planning problems out of the cost model, as planning-problem/1 files: what the search is measured on.
 
-python benchmarks/lib/search_instances.py FOLDER
+In benchmarks/: python -m lib.search_instances FOLDER
 """
 
 import random
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from lib.simple_problems import simple_problem
 from msgspec.structs import replace
 
 from realhf.api.computation import FIELDS
@@ -24,14 +25,14 @@ from realhf.dataflow.graph import (
     ModelInterfaceType,
 )
 from realhf.dataflow.interface import InterfaceConfig
-from realhf.geometry.layout import Layout
+from realhf.geometry.layout import DeviceMesh, Layout
 from realhf.geometry.shards import Placement
-from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
-from realhf.planning.options import Option, call_options
+from realhf.planning.options import options_on
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import problem_bytes
 from realhf.planning.problem.tables import Problem
@@ -93,8 +94,11 @@ def instance(name: str) -> ProblemFile:
         hardware=load_hardware("h100"),
     )
     graph = _ppo(chosen.actor, LLAMA_7B.with_head("scalar"))
+    meshes = device_meshes(cluster)
     options = {
-        call.name: [o for o in call_options(call, BATCH_SIZE, cluster) if _is_aligned(o, chosen.smallest)]
+        call.name: [
+            o for o in options_on(meshes, call, call.mini_batch_size(BATCH_SIZE)) if _is_aligned(o, chosen.smallest)
+        ]
         for call in graph.calls.values()
     }
     task = PlanningTask(
@@ -107,7 +111,7 @@ def instance(name: str) -> ProblemFile:
         dtype="bfloat16",
     )
     problem = _made_uneven(build_problem(task, options, reallocations=_broadcasts), chosen.uneven)
-    return ProblemFile.of(replace(problem, steps=STEPS), graph, label=lambda row: row.strategy)
+    return simple_problem(replace(problem, steps=STEPS), graph, label=lambda row: row.strategy)
 
 
 def planning_task(
@@ -156,8 +160,7 @@ def _ppo(actor: DecoderConfig, critic: DecoderConfig) -> DataflowGraph:
     )
 
 
-def _is_aligned(option: Option, smallest: int) -> bool:
-    mesh = option.layout.mesh
+def _is_aligned(mesh: DeviceMesh, smallest: int) -> bool:
     return mesh.size >= smallest and mesh.size & (mesh.size - 1) == 0 and mesh.first % mesh.size == 0
 
 

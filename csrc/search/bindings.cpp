@@ -159,6 +159,10 @@ Problem problem_of(const py::dict& tables) {
     problem.communicator_bytes = tables["communicator_bytes"].cast<double>();
     problem.sending_bytes = tables["sending_bytes"].cast<double>();
     problem.communicators = communicators.all();
+    for (const auto& [source, takers, beside, bytes] :
+         tables["kept"].cast<std::vector<std::tuple<int, std::vector<int>, std::vector<int>, double>>>()) {
+        problem.kept.push_back({source, takers, beside, bytes});
+    }
     std::size_t number = 0;
     for (const py::handle& item : tables["calls"]) {
         problem.calls[number++].spared = sparing_of(py::reinterpret_borrow<py::dict>(item), strategies);
@@ -193,16 +197,19 @@ py::dict dict_of(const Evaluation& evaluation) {
     return result;
 }
 
+// The fields of realhf.planning.problem.native.Found, but the seconds that it took.
 py::dict dict_of(const Solution& solution) {
     py::dict result;
-    result["plan"] = solution.plan;
-    result["evaluation"] = dict_of(solution.evaluation);
-    result["lower_bound"] = solution.lower_bound;
+    result["choice"] = solution.plan;
+    result["step_s"] = solution.evaluation.step_time;
+    result["peak_bytes"] = solution.evaluation.peak_bytes;
+    result["feasible"] = solution.evaluation.feasible;
+    result["cost"] = solution.evaluation.cost;
+    result["lower_bound_s"] = solution.lower_bound;
     result["proven"] = solution.proven;
-    result["evaluations"] = solution.counts.total();
-    result["search_full"] = solution.search_counts.full;
-    result["search_rejected"] = solution.search_counts.rejected;
-    result["search_cpu_s"] = solution.search_cpu_s;
+    result["all_evaluations"] = solution.counts.total();
+    result["full_evaluations"] = solution.search_counts.full;
+    result["early_rejections"] = solution.search_counts.rejected;
     result["trace"] = solution.trace;
     return result;
 }
@@ -302,16 +309,30 @@ PYBIND11_MODULE(_search, module) {
             "[(step_time, feasible)] of the plans with each option of one call", py::arg("plan"), py::arg("call"))
         .def(
             "trace",
-            [](const Problem& problem, const Plan& plan, int steps) {
+            [](const Problem& problem, const Plan& plan, int steps, const std::vector<std::pair<int, int>>& order) {
                 check_plan(problem, plan);
-                std::vector<std::tuple<int, int, double, double>> events;
-                for (const Event& event : Simulator(problem, steps).trace(plan)) {
-                    events.emplace_back(event.node, event.step, event.start, event.end);
+                std::vector<std::tuple<int, int, double, double, std::vector<int>>> events;
+                for (Event& event : Simulator(problem, steps).trace(plan, order)) {
+                    events.emplace_back(event.node, event.step, event.start, event.end, std::move(event.waits));
                 }
                 return events;
             },
-            "[(node, step, start_s, end_s)] in the order in which the nodes were taken", py::arg("plan"),
-            py::arg("steps"))
+            "[(node, step, start_s, end_s, numbers of the events that it waits for)] in the order in which the nodes were "
+            "taken; those of `order`, (node, step), run in that order where they share a device",
+            py::arg("plan"), py::arg("steps"), py::arg("order") = std::vector<std::pair<int, int>>{})
+        .def(
+            "device_needs",
+            [](const Problem& problem, const Plan& plan) {
+                check_plan(problem, plan);
+                Simulator simulator(problem);
+                std::vector<std::tuple<double, double, double>> needs;
+                for (int device = 0; device < problem.num_devices; ++device) {
+                    const DeviceNeed need = simulator.need_at(plan, device);
+                    needs.emplace_back(need.communicators, need.statics, need.peak);
+                }
+                return needs;
+            },
+            "[(bytes of communicators, with them what stays whatever runs, peak)] of each device")
         .def(
             "solve",
             [](const Problem& problem, std::uint64_t seed, std::int64_t evaluations, double seconds, int threads,
@@ -328,14 +349,6 @@ PYBIND11_MODULE(_search, module) {
             py::arg("single_moves"), py::arg("proves"), py::arg("starts") = std::vector<Plan>{},
             py::arg("progress") = nullptr)
         .def(
-            "evaluations_per_s",
-            [](const Problem& problem, const Plan& plan, std::int64_t evaluations) {
-                check_plan(problem, plan);
-                return evaluations_per_s(problem, plan, evaluations);
-            },
-            "full evaluations of plans that differ in one call from the one before, per second of CPU time",
-            py::arg("plan"), py::arg("evaluations"))
-        .def(
             "lower_bound",
             [](const Problem& problem, const Plan& chosen, double limit) {
                 Plan plan = chosen;
@@ -345,7 +358,6 @@ PYBIND11_MODULE(_search, module) {
             },
             "on the step time of all plans with these options (-1: any); infinity if it is above the limit",
             py::arg("chosen"), py::arg("limit") = std::numeric_limits<double>::infinity())
-        .def("greedy_plan", &greedy_plan)
         .def("smallest_plan", [](const Problem& problem, std::uint64_t seed) { return smallest_plan(problem, seed); });
 
     py::class_<Table>(module, "Table",
@@ -387,6 +399,8 @@ PYBIND11_MODULE(_search, module) {
 
     module.def("solve_osdp", &solve_osdp,
                "Operators are (slices, gather_bytes, [(seconds, bytes, gathers)] of one slice); see csrc/search/osdp.h",
-               py::arg("operators"), py::arg("memory_bytes"), py::arg("bytes_per_sample"),
-               py::arg("seconds_per_sample"), py::arg("min_batch"), py::arg("max_batch"), py::arg("time_limit_s"));
+               py::arg("operators"), py::arg("memory_bytes"), py::arg("bytes_per_sample") = 0,
+               py::arg("seconds_per_sample") = 0.0, py::arg("min_batch") = 1, py::arg("max_batch") = 1,
+               py::arg("time_limit_s") = 1.0);
+    module.attr("MOST_SLICES") = osdp::most_slices;
 }

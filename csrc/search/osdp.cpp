@@ -89,7 +89,7 @@ Class class_of_divisions(const std::vector<Division>& divisions, bool with_gathe
 }
 
 // Sums of these fit into 64 bits, and there are not too many divisions.
-constexpr int most_samples = 1 << 16, most_slices = 64;
+constexpr int most_samples = 1 << 16;
 constexpr std::size_t most_modes = 4;
 constexpr std::int64_t most_bytes = std::int64_t{1} << 60;  // of each term of a sum, and of the sum
 constexpr double most_seconds = 1e12;

@@ -38,6 +38,8 @@ struct Solution {
     std::int64_t states = 0;                // of their dynamic programs
 };
 
+constexpr int most_slices = 64;  // of an operator
+
 // The modes, and the batch in [min_batch, max_batch], of the least seconds per sample.
 //
 // Past `time_limit_s` the best choice so far comes back with the bound that was proven by then.

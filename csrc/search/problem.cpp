@@ -102,6 +102,9 @@ void Problem::check() const {
             require(parent.node >= 0 && parent.node < num_nodes() && parent.steps_back >= 0, "unknown parent");
         }
     }
+    for (const KeptCopy& copy : kept) {
+        require(copy.source >= 0 && copy.source < static_cast<int>(calls.size()), "a copy of an unknown call is kept");
+    }
     check_acyclic_within_step(*this);
 }
 

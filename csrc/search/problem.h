@@ -76,6 +76,17 @@ struct Transfer {
     }
 };
 
+// The copy of call `source` stays on its devices until the calls `takers` have theirs from it, also while one of the
+// calls `beside` runs there.
+struct KeptCopy {
+    int source;
+    std::vector<int> takers, beside;
+    double size_bytes;
+
+    bool is_taken_by(int call) const { return std::find(takers.begin(), takers.end(), call) != takers.end(); }
+    bool is_beside(int call) const { return std::find(beside.begin(), beside.end(), call) != beside.end(); }
+};
+
 // The label of the communicator by which copies of parameters travel: where any call is not laid out as its home, every
 // device has it.
 constexpr int kMovesCommunicator = 1;
@@ -92,6 +103,7 @@ struct Problem {
     // Ascending labels of the communicators that each device of an option is in. Where options have a label in common,
     // it is the same communicator on every device that they share.
     std::vector<std::vector<int>> communicators = {{}};
+    std::vector<KeptCopy> kept = {};  // of a given plan, whose calls have one option each
 
     std::size_t num_communicators(const Option& option) const { return communicators[option.communicators].size(); }
 
@@ -109,22 +121,43 @@ struct Problem {
         return transfer.at(source_option, target_option);
     }
 
+    const Option& chosen(const std::vector<int>& plan, int call) const { return calls[call].options[plan[call]]; }
+
     // Whether a call works on its model's parameters where they live, and not on a copy, with which all is freed.
     bool is_at_home(const std::vector<int>& plan, int number) const {
         const int home = calls[number].home;
-        return home == number || calls[number].options[plan[number]].same_layout(calls[home].options[plan[home]]);
+        return home == number || chosen(plan, number).same_layout(chosen(plan, home));
     }
 
-    // What a call needs on each of its devices under a plan, beside what stays there: while its copy is filled, or while
-    // it runs.
-    double needed_bytes(const std::vector<int>& plan, int number) const {
+    // The call from whose devices a call's parameters come: its home, or the one whose copy it takes.
+    int source_of(int number) const {
+        for (const KeptCopy& copy : kept) {
+            if (copy.is_taken_by(number)) return copy.source;
+        }
+        return calls[number].home;
+    }
+
+    // What a call needs on a device of its own under a plan, beside what stays there: while its copy is filled, or while
+    // it runs; with the copies that are kept there for others meanwhile.
+    double needed_bytes(const std::vector<int>& plan, int number, int device) const {
         const Call& call = calls[number];
-        const Option& option = call.options[plan[number]];
-        if (is_at_home(plan, number)) return option.dynamic_bytes;
-        const Option& home = calls[call.home].options[plan[call.home]];
-        const double spared = option.same_mesh(home) ? call.spared.at(home.strategy, option.strategy) : 0;
-        const double running = option.static_bytes + option.dynamic_bytes;
-        return std::max(running + std::max(option.copy_bytes - spared, 0.0), option.copy_bytes);
+        const Option& option = chosen(plan, number);
+        double filling = 0, running = option.dynamic_bytes;
+        if (!is_at_home(plan, number)) {
+            const Option& home = chosen(plan, call.home);
+            const double spared = option.same_mesh(home) ? call.spared.at(home.strategy, option.strategy) : 0;
+            filling = option.copy_bytes;
+            running = option.static_bytes + option.dynamic_bytes + std::max(option.copy_bytes - spared, 0.0);
+        }
+        for (const KeptCopy& copy : kept) {
+            const Option& source = chosen(plan, copy.source);
+            const bool is_taker = copy.is_taken_by(number);
+            if (!source.is_on(device) || !copy.is_beside(number)) continue;
+            if (is_taker && option.same_layout(source)) continue;  // what it takes over is its own copy
+            filling += copy.size_bytes;
+            if (!is_taker || copy.takers.size() > 1) running += copy.size_bytes;  // its only taker finds it freed
+        }
+        return std::max(filling, running);
     }
 
     int num_nodes() const { return static_cast<int>(calls.size() + transfers.size()); }

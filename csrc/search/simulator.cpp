@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
+#include <stdexcept>
 
 namespace realhf::search {
 
@@ -100,13 +101,20 @@ void Simulator::place(const Plan& plan) {
     }
 }
 
-double Simulator::run(double limit, std::vector<Event>* events) {
+double Simulator::run(double limit, Trace* trace) {
     std::copy(graph_.num_parents.begin(), graph_.num_parents.end(), waits_.begin());
     std::fill(ready_at_.begin(), ready_at_.end(), 0.0);
     std::fill(last_end_.begin(), last_end_.end(), 0.0);
     std::copy(initially_ready_.begin(), initially_ready_.end(), ready_.begin());
     int num_ready = static_cast<int>(initially_ready_.size());
     Ready* const ready = ready_.data();
+    if (trace) {
+        for (const std::vector<int>& list : trace->behind) {
+            for (int instance : list) ++waits_[instance];
+        }
+        const auto is_held = [&](const Ready& each) { return waits_[each.instance] > 0; };
+        num_ready = static_cast<int>(std::remove_if(ready, ready + num_ready, is_held) - ready);
+    }
     const int* const children = graph_.children.data();
 
     double makespan = 0;
@@ -124,24 +132,42 @@ double Simulator::run(double limit, std::vector<Event>* events) {
         const int first = first_place_[node], second = second_place_[node];
 
         double start = current.time;
-        for (std::uint64_t rest = overlaps_[first] | overlaps_[second]; rest; rest &= rest - 1) {
-            start = std::max(start, last_end_[__builtin_ctzll(rest)]);
-        }
+        for_calls_beside(node, [&](int call) { start = std::max(start, last_end_[call]); });
         const double end = start + durations_[node];
         last_end_[first] = end;
         last_end_[second] = end;
         makespan = std::max(makespan, end);
         if (end + least_after_[current.instance] > limit) return std::numeric_limits<double>::infinity();
-        if (events) events->push_back({node, current.instance / num_nodes_, start, end});
         ++taken;
+        if (trace) {
+            note(*trace, current.instance, start, end);
+            for (int other : trace->behind[current.instance]) {
+                if (--waits_[other] == 0) ready[num_ready++] = {ready_at_[other], other};
+            }
+        }
         for (int k = graph_.first_child[current.instance]; k < graph_.first_child[current.instance + 1]; ++k) {
             const int child = children[k];
             ready_at_[child] = std::max(ready_at_[child], end);
             if (--waits_[child] == 0) ready[num_ready++] = {ready_at_[child], child};
         }
     }
-    assert(taken == graph_.num_instances);
+    assert(trace || taken == graph_.num_instances);
     return makespan;
+}
+
+void Simulator::note(Trace& trace, int instance, double start, double end) const {
+    const int node = node_of_[instance], number = static_cast<int>(trace.events.size());
+    std::vector<int> waits = std::move(trace.waits[instance]);
+    for_calls_beside(node, [&](int call) {
+        if (trace.last[call] >= 0) waits.push_back(trace.last[call]);
+    });
+    std::sort(waits.begin(), waits.end());
+    waits.erase(std::unique(waits.begin(), waits.end()), waits.end());
+    trace.last[first_place_[node]] = trace.last[second_place_[node]] = number;
+    for (int k = graph_.first_child[instance]; k < graph_.first_child[instance + 1]; ++k) {
+        trace.waits[graph_.children[k]].push_back(number);
+    }
+    trace.events.push_back({node, instance / num_nodes_, start, end, std::move(waits)});
 }
 
 double Simulator::makespan(const Plan& plan, double limit) {
@@ -149,25 +175,41 @@ double Simulator::makespan(const Plan& plan, double limit) {
     return run(limit, nullptr);
 }
 
-std::vector<Event> Simulator::trace(const Plan& plan) {
-    std::vector<Event> events;
+std::vector<Event> Simulator::trace(const Plan& plan, const std::vector<std::pair<int, int>>& order) {
     place(plan);
-    run(std::numeric_limits<double>::infinity(), &events);
-    return events;
+    const std::vector<std::vector<int>> none(graph_.num_instances);
+    Trace trace{none, none, std::vector<int>(num_calls_ + 1, -1), {}};
+    std::vector<int> last(num_calls_ + 1, -1);  // [calls + 1] the last instance of the order on the call's mesh
+    for (const auto& [node, step] : order) {
+        const int instance = step * num_nodes_ + node;
+        if (node < 0 || node >= num_nodes_ || step < 0 || instance >= graph_.num_instances) {
+            throw std::invalid_argument("an order names a node that is not there");
+        }
+        for_calls_beside(node, [&, own = instance](int call) {
+            if (last[call] >= 0) trace.behind[last[call]].push_back(own);
+        });
+        last[first_place_[node]] = last[second_place_[node]] = instance;
+    }
+    run(std::numeric_limits<double>::infinity(), &trace);
+    if (static_cast<int>(trace.events.size()) < graph_.num_instances) throw std::invalid_argument("the order breaks an edge");
+    return std::move(trace.events);
 }
 
-double Simulator::bytes_at(const Plan& plan, int device) {
-    double statics = 0, dynamic = 0;
+DeviceNeed Simulator::need_at(const Plan& plan, int device) {
+    DeviceNeed need{0, 0, 0};
+    // Most problems on a CPU have neither communicators nor copies that are sent.
+    if (problem_.communicator_bytes > 0) need.communicators = problem_.communicator_bytes * communicators_at(plan, device);
+    need.statics = need.communicators;
+    double needed = 0;
     for (int i = 0; i < num_calls_; ++i) {
-        const Option& option = problem_.calls[i].options[plan[i]];
+        const Option& option = problem_.chosen(plan, i);
         if (!option.is_on(device)) continue;
-        if (problem_.is_at_home(plan, i)) statics += option.static_bytes;
-        dynamic = std::max(dynamic, problem_.needed_bytes(plan, i));
+        if (problem_.is_at_home(plan, i)) need.statics += option.static_bytes;
+        needed = std::max(needed, problem_.needed_bytes(plan, i, device));
     }
-    // Most problems on a CPU have neither.
-    if (problem_.communicator_bytes > 0) statics += problem_.communicator_bytes * communicators_at(plan, device);
-    if (problem_.sending_bytes > 0 && sends_at(plan, device)) dynamic += problem_.sending_bytes;
-    return statics + dynamic;
+    need.peak = need.statics + needed;
+    if (problem_.sending_bytes > 0 && sends_at(plan, device)) need.peak += problem_.sending_bytes;
+    return need;
 }
 
 int Simulator::communicators_at(const Plan& plan, int device) {
@@ -191,10 +233,8 @@ int Simulator::communicators_at(const Plan& plan, int device) {
 
 bool Simulator::sends_at(const Plan& plan, int device) const {
     for (int i = 0; i < num_calls_; ++i) {
-        const int home = problem_.calls[i].home;
-        if (problem_.calls[home].options[plan[home]].is_on(device) && !problem_.calls[i].options[plan[i]].is_on(device)) {
-            return true;
-        }
+        const Option& source = problem_.chosen(plan, problem_.source_of(i));
+        if (source.is_on(device) && !problem_.chosen(plan, i).is_on(device)) return true;
     }
     return false;
 }
@@ -204,9 +244,9 @@ double Simulator::peak_bytes(const Plan& plan) {
     double peak = 0;
     for (int i = 0; i < num_calls_; ++i) {
         const Option& option = problem_.calls[i].options[plan[i]];
-        peak = std::max(peak, bytes_at(plan, option.first));
+        peak = std::max(peak, need_at(plan, option.first).peak);
         // Behind a call's devices its home may have some that send to them.
-        if (problem_.sending_bytes > 0) peak = std::max(peak, bytes_at(plan, option.first + option.size));
+        if (problem_.sending_bytes > 0) peak = std::max(peak, need_at(plan, option.first + option.size).peak);
     }
     return peak;
 }
@@ -221,7 +261,7 @@ double Simulator::total_bytes(const Plan& plan) {
     std::sort(borders.begin(), borders.begin() + 2 * num_calls_);
     double total = 0;
     for (int k = 0; k + 1 < 2 * num_calls_; ++k) {  // devices between two borders are all alike
-        total += (borders[k + 1] - borders[k]) * bytes_at(plan, borders[k]);
+        total += (borders[k + 1] - borders[k]) * need_at(plan, borders[k]).peak;
     }
     return total;
 }

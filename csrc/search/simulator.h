@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "problem.h"
@@ -15,6 +16,12 @@ struct Event {
     int step;
     double start;
     double end;
+    std::vector<int> waits;  // numbers of the events that it waits for: its parents, and what its devices did before
+};
+
+// Bytes on a device: its communicators, each once; with them all that stays there whatever runs; the peak.
+struct DeviceNeed {
+    double communicators, statics, peak;
 };
 
 // Evaluates many plans of one problem; allocates nothing after construction, and does only what differs from the plan
@@ -41,8 +48,14 @@ public:
     // Sum over devices of what each needs; breaks ties between plans of one peak.
     double total_bytes(const Plan& plan);
 
-    // All nodes of all steps in the order in which they were taken.
-    std::vector<Event> trace(const Plan& plan);
+    // What a device needs. A call that is not laid out as its home holds a copy of its parameters while it runs, and keeps
+    // nothing, unless others take theirs from that copy.
+    DeviceNeed need_at(const Plan& plan, int device);
+
+    // All nodes of all steps in the order in which they were taken. `order` lists all (node, step) of some nodes, every
+    // parent before its children: those that share a device run in that order. Throws std::invalid_argument for an order
+    // that breaks an edge.
+    std::vector<Event> trace(const Plan& plan, const std::vector<std::pair<int, int>>& order = {});
 
 private:
     struct Mesh {
@@ -54,11 +67,26 @@ private:
         int instance;
     };
 
+    // What a simulation notes that is looked at event by event.
+    struct Trace {
+        std::vector<std::vector<int>> behind;  // [instances] those that a given order has behind it on a device of its own
+        std::vector<std::vector<int>> waits;   // [instances] events that it waits for, of those by now
+        std::vector<int> last;                 // [calls + 1] the last event on the call's mesh, -1 before the first
+        std::vector<Event> events;
+    };
+
     void place(const Plan& plan);
     void place_call(int call, const Option& option);
-    double run(double limit, std::vector<Event>* events);
+    double run(double limit, Trace* trace);
+    void note(Trace& trace, int instance, double start, double end) const;
+    // Calls `visit` for each call whose mesh shares a device with the node's.
+    template <typename Visit>
+    void for_calls_beside(int node, const Visit& visit) const {
+        for (std::uint64_t rest = overlaps_[first_place_[node]] | overlaps_[second_place_[node]]; rest; rest &= rest - 1) {
+            visit(__builtin_ctzll(rest));
+        }
+    }
     void find_least_after();
-    double bytes_at(const Plan& plan, int device);
     int communicators_at(const Plan& plan, int device);
     bool sends_at(const Plan& plan, int device) const;
 

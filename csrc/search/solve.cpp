@@ -1,15 +1,12 @@
 // Search and proof together, on several threads.
 #include "solve.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <stdexcept>
 
 #include "exact.h"
-#include "random.h"
-#include "simulator.h"
 #include "threads.h"
 
 namespace realhf::search {
@@ -23,39 +20,18 @@ constexpr std::int64_t kBoundsInFull = 400'000;
 constexpr std::int64_t kEvaluationsPerBound = 8;
 constexpr double kFirstSearch = 0.2, kShortestTurn = 0.1;  // seconds
 
-double thread_cpu_s() {
-    timespec now;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-    return now.tv_sec + 1e-9 * now.tv_nsec;
-}
-
-struct Effort {
-    Counts counts;
-    double cpu_s = 0;
-};
-
-Searched measured(const Problem& problem, const Preparation& prepared, std::uint64_t seed,
-                  const HeuristicLimits& limits, Incumbent& incumbent, Effort& effort) {
-    const double start = thread_cpu_s();
-    Searched result = heuristic_search(problem, prepared, seed, limits, incumbent);
-    effort.cpu_s += thread_cpu_s() - start;
-    effort.counts.add(result.counts);
-    return result;
-}
-
 std::uint64_t chain_seed(std::uint64_t seed, std::uint64_t chain) { return seed + chain * 0x9E3779B97F4A7C15ULL; }
 
 using Trace = std::vector<std::pair<double, double>>;
 
 // A fixed number of chains, whatever the number of threads that run them. Returns the best costs over time.
-Trace search_by_count(const Problem& problem, const SolveOptions& options, Incumbent& incumbent,
-                     std::vector<Effort>& efforts) {
+Trace search_by_count(const Problem& problem, const SolveOptions& options, Incumbent& incumbent, Counts& counts) {
     const std::int64_t chains = std::clamp<std::int64_t>(options.evaluations / kEvaluationsPerChain, 1, kMostChains);
     const Preparation prepared(problem, options.seed, options.starts);
     std::vector<Searched> found(chains);
     std::vector<Trace> traces(chains);
     std::atomic<std::int64_t> next{0};
-    on_threads(options.threads, [&](int t) {
+    on_threads(options.threads, [&](int) {
         for (std::int64_t chain; (chain = next++) < chains;) {
             HeuristicLimits limits;
             limits.evaluations = options.evaluations / chains + (chain < options.evaluations % chains);
@@ -63,11 +39,14 @@ Trace search_by_count(const Problem& problem, const SolveOptions& options, Incum
             limits.progress = options.progress;
             const double start_s = incumbent.seconds();
             Incumbent own;  // what the others find must not matter
-            found[chain] = measured(problem, prepared, chain_seed(options.seed, chain), limits, own, efforts[t]);
+            found[chain] = heuristic_search(problem, prepared, chain_seed(options.seed, chain), limits, own);
             for (const auto& [at_s, cost] : own.trace()) traces[chain].emplace_back(start_s + at_s, cost);
         }
     });
-    for (const Searched& searched : found) incumbent.offer(searched.plan, searched.fits, searched.cost);
+    for (const Searched& searched : found) {
+        incumbent.offer(searched.plan, searched.fits, searched.cost);
+        counts.add(searched.counts);
+    }
     Trace merged;
     for (const Trace& trace : traces) merged.insert(merged.end(), trace.begin(), trace.end());
     return merged;
@@ -75,21 +54,22 @@ Trace search_by_count(const Problem& problem, const SolveOptions& options, Incum
 
 // At first all threads search, for a moment: what most problems need. Then one proves, and another one goes on searching;
 // further ones prove, too. A thread that is alone takes turns.
-Certificate search_by_time(const Problem& problem, const SolveOptions& options, Incumbent& incumbent,
-                           std::vector<Effort>& efforts) {
+Certificate search_by_time(const Problem& problem, const SolveOptions& options, Incumbent& incumbent, Counts& counts) {
     const Preparation prepared(problem, options.seed, options.starts);
-    std::uint64_t chain = 0;
-    const auto search = [&](int t, double until_s, const std::atomic<bool>* stop, std::uint64_t number) {
+    std::mutex mutex;
+    const auto search = [&](double until_s, const std::atomic<bool>* stop, std::uint64_t number) {
         HeuristicLimits limits;
         limits.until_s = until_s;
         limits.stop = stop;
         limits.single_moves = options.single_moves;
         limits.progress = options.progress;
-        measured(problem, prepared, chain_seed(options.seed, number), limits, incumbent, efforts[t]);
+        const Searched found = heuristic_search(problem, prepared, chain_seed(options.seed, number), limits, incumbent);
+        const std::lock_guard<std::mutex> lock(mutex);
+        counts.add(found.counts);
     };
     const double first_s = options.proves ? std::min(options.seconds / 3, kFirstSearch) : options.seconds;
-    on_threads(options.threads, [&](int t) { search(t, first_s, nullptr, t); });
-    chain = options.threads;
+    on_threads(options.threads, [&](int t) { search(first_s, nullptr, t); });
+    std::uint64_t chain = options.threads;
     ExactLimits limits;
     if (!options.proves) {
         limits.bounds = 0;
@@ -104,7 +84,7 @@ Certificate search_by_time(const Problem& problem, const SolveOptions& options, 
         limits.between = [&] {  // as long as the proof has taken
             const double now_s = incumbent.seconds(), turn_s = now_s - begun_s - 2 * searched_s;
             if (turn_s < kShortestTurn) return;
-            search(0, std::min(now_s + turn_s, options.seconds), nullptr, chain++);
+            search(std::min(now_s + turn_s, options.seconds), nullptr, chain++);
             searched_s += incumbent.seconds() - now_s;
         };
         return prove(problem, limits, incumbent);
@@ -112,7 +92,7 @@ Certificate search_by_time(const Problem& problem, const SolveOptions& options, 
     std::atomic<bool> proven{false};
     Certificate certificate{0, false, {}};
     on_threads(2, [&](int t) {
-        if (t > 0) return search(0, options.seconds, &proven, chain);
+        if (t > 0) return search(options.seconds, &proven, chain);
         certificate = prove(problem, limits, incumbent);
         proven = certificate.proven;
     });
@@ -127,11 +107,11 @@ Solution solve(const Problem& problem, const SolveOptions& options) {
         throw std::invalid_argument("a number of evaluations or of seconds");
     }
     Incumbent incumbent;
-    std::vector<Effort> efforts(options.threads);
+    Solution solution;
     Certificate certificate{0, false, {}};
     Trace trace;
     if (options.evaluations > 0) {
-        trace = search_by_count(problem, options, incumbent, efforts);
+        trace = search_by_count(problem, options, incumbent, solution.search_counts);
         ExactLimits limits;
         limits.bounds = std::min(kBoundsPerEvaluation * std::min(options.evaluations, kBoundsInFull),
                                  kBoundsInFull + options.evaluations / kEvaluationsPerBound);
@@ -139,18 +119,13 @@ Solution solve(const Problem& problem, const SolveOptions& options) {
         if (!options.proves) limits.bounds = 0;  // the bound that holds for all plans, and no more
         certificate = prove(problem, limits, incumbent);
     } else {
-        certificate = search_by_time(problem, options, incumbent, efforts);
+        certificate = search_by_time(problem, options, incumbent, solution.search_counts);
     }
-    Effort effort;
-    for (const Effort& e : efforts) effort.counts.add(e.counts), effort.cpu_s += e.cpu_s;
-    Solution solution;
     solution.plan = incumbent.plan();
     solution.evaluation = evaluate(problem, solution.plan);
     solution.lower_bound = certificate.lower_bound / problem.steps;
     solution.proven = certificate.proven;
-    solution.search_counts = effort.counts;
-    solution.search_cpu_s = effort.cpu_s;
-    solution.counts = effort.counts;
+    solution.counts = solution.search_counts;
     solution.counts.add(certificate.counts);
     const Trace last = incumbent.trace();
     trace.insert(trace.end(), last.begin(), last.end());
@@ -159,20 +134,6 @@ Solution solve(const Problem& problem, const SolveOptions& options) {
         if (solution.trace.empty() || point.second < solution.trace.back().second) solution.trace.push_back(point);
     }
     return solution;
-}
-
-double evaluations_per_s(const Problem& problem, Plan plan, std::int64_t evaluations) {
-    Simulator simulator(problem);
-    Random random(1);
-    const double start = thread_cpu_s();
-    volatile double sink = 0;  // the results must be computed
-    for (std::int64_t i = 0; i < evaluations; ++i) {
-        const int call = random.below(plan.size());
-        plan[call] = random.below(problem.calls[call].options.size());
-        sink = simulator.peak_bytes(plan) + simulator.makespan(plan);
-    }
-    (void)sink;
-    return evaluations / (thread_cpu_s() - start);
 }
 
 }  // namespace realhf::search

@@ -31,16 +31,12 @@ struct Solution {
     double lower_bound;  // on makespan / steps of feasible plans; infinity if there is none
     bool proven;         // the plan is optimal, or there is no feasible one
     Counts counts;
-    double search_cpu_s;  // of all threads in the heuristic search
-    Counts search_counts; // in it
+    Counts search_counts;  // of the heuristic search
     std::vector<std::pair<double, double>> trace;  // (seconds, best makespan / steps)
 };
 
 // With a number of evaluations the plan and the bound are the same whatever the number of threads.
 // Throws std::invalid_argument for limits out of range.
 Solution solve(const Problem& problem, const SolveOptions& options);
-
-// Full evaluations per second of CPU time, of random plans each of which differs in one call from the one before.
-double evaluations_per_s(const Problem& problem, Plan plan, std::int64_t evaluations);
 
 }  // namespace realhf::search

@@ -13,7 +13,7 @@ ModeRules = tuple[tuple[str, str], ...]
 OfAll = Literal["zero1", "fsdp"]
 DataParallel = OfAll | ModeRules
 Recomputation = Literal["off", "selective", "full"]
-MOST_SLICES = 1024
+MOST_IN_ONE_MODE = 1024  # slices of an operator, in a text
 
 
 class Recomputed(NamedTuple):
@@ -113,10 +113,10 @@ def modes_in(text: str) -> tuple[Mode, ...]:
     modes: list[Mode] = []
     for part in text.split("+"):
         count, _, mode = part.strip().rpartition(" ")
-        if mode not in MODES or not (count or "1").isdecimal() or not 1 <= int(count or 1) <= MOST_SLICES:
+        if mode not in MODES or not (count or "1").isdecimal() or not 1 <= int(count or 1) <= MOST_IN_ONE_MODE:
             raise UserError(
                 f"{text!r} is no mode of an operator; write one of {', '.join(MODES)}, or the modes of its slices, "
-                f"like '4 sharded' or '3 sharded + 1 zero1', with 1 to {MOST_SLICES} of each"
+                f"like '4 sharded' or '3 sharded + 1 zero1', with 1 to {MOST_IN_ONE_MODE} of each"
             )
         modes += [mode] * int(count or 1)
     return tuple(modes)

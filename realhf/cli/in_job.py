@@ -20,7 +20,7 @@ from realhf.lifecycle.new import new_run
 from realhf.lifecycle.queued import note_unplanned
 from realhf.lifecycle.tokenizer import keep_tokenizer
 from realhf.rundir.ending import requested_end
-from realhf.rundir.later import is_to_be_planned, read_later, why_not
+from realhf.rundir.later import is_to_be_planned, read_later, start_refusal
 from realhf.rundir.logs import start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.prepare import prepare
@@ -33,7 +33,7 @@ def plan_here(directory: RunDirectory) -> bool:
     RunError if it cannot."""
     later = read_later(directory)
     with directory.lock(MASTER, wait_s=again.LOCK_WAIT_S):
-        if reason := why_not(later):
+        if reason := start_refusal(later):
             raise RunError(reason[0], returncode=reason[1])
         try:
             os.chdir(later.working_directory)

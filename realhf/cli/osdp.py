@@ -6,14 +6,15 @@ from typing import Any
 
 from rich.table import Table
 
+from realhf.architecture.compute import MODES, Mode
 from realhf.architecture.named import architecture
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, table_of
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import MODES, Mode, OsdpPlan
-from realhf.planning.model.operator_rows import COLUMNS, PLAN_COLUMNS, operator_rows, plan_rows
-from realhf.planning.osdp import OsdpRequest, choose
+from realhf.planning.model.osdp.problem import OsdpPlan
+from realhf.planning.model.osdp.request import OsdpRequest, choose
+from realhf.planning.model.osdp.table import COLUMNS, PLAN_COLUMNS, operator_rows, plan_rows
 
 DESCRIPTION = """Chooses for every operator of a model whether data parallelism replicates it, shards only its
 optimizer states (ZeRO-1) or shards all of it, so that training is fastest within the memory of a device;

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
+from realhf.base.durations import duration
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
 from realhf.base.shown import visible
@@ -75,20 +76,6 @@ def number_text(value: Any) -> str:
     if not isinstance(value, int | float):
         return "-"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """In the two largest units: "4.2 s", "3 min 20 s", "2 h 5 min", "3 d 4 h"."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    largest = next(i for i, (_, size) in enumerate(units) if whole >= size)
-    parts: list[str] = []
-    for name, size in units[largest : largest + 2]:
-        count, whole = divmod(whole, size)
-        parts.append(f"{count} {name}" if count or not parts else "")
-    return " ".join(filter(None, parts))
 
 
 class Phases:

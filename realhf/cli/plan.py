@@ -27,7 +27,6 @@ from realhf.planning.explain.comparison import Comparison, compare, describe, so
 from realhf.planning.planner import given_plan, search_for, tasks_of
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import PlannedFile, problem_bytes
-from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.request import PlanRequest
 from realhf.planning.search import worthwhile_options
 from realhf.planning.task import PlanningTask
@@ -59,14 +58,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with timeline, memory and comparison")
     command.add_argument(
-        "--dump-problem", type=Path, metavar="FILE", help="write what is searched as a planning problem, too"
-    )
-    command.add_argument(
-        "--dump-version",
-        type=int,
-        choices=(1, 2),
-        default=2,
-        help="format of that file: planning-problem/2 is exact (default), /1 a simpler problem for other searchers",
+        "--dump-problem", type=Path, metavar="FILE", help="also write the problem that is searched (planning-problem/2)"
     )
     what_if = command.add_argument_group("what if (the experiment stays as it is; no data set is read)")
     add_options(what_if, WhatIfRequest)
@@ -91,8 +83,7 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     if arguments.dump_problem:
         problem = build_problem(task, worthwhile_options(task))
-        file = PlannedFile.of(problem) if arguments.dump_version == 2 else ProblemFile.of(problem, task.graph)
-        out.write(arguments.dump_problem, problem_bytes(file))
+        out.write(arguments.dump_problem, problem_bytes(PlannedFile.of(problem)))
     with Phases() as watch:
         plan = given_plan(task, request) or search_for(experiment, task, request.budget, watch)
     comparison = describe(task, plan)

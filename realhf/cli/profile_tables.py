@@ -15,8 +15,6 @@ from realhf.planning.model.measured import (
     measurement_of,
 )
 from realhf.planning.model.profile import LayerProfile, load_profile
-from realhf.planning.model.uncertainty import constant as constant_of
-from realhf.planning.model.uncertainty import is_constant
 from realhf.profiling.job import ProfileTarget
 from realhf.profiling.measure import ProfileRequest
 
@@ -48,7 +46,7 @@ def constants_table(found: MeasuredConstants, described: Hardware, asked: Sequen
     table = table_of(f"constants of {found.hardware}", "constant", "measured", "+-", "described")
     for name, constant in found.constants.items():
         if measurement_of(name) in asked:
-            before = f"{constant_of(described, name):.3g}" if is_constant(described, name) else "-"
+            before = f"{described.constant(name):.3g}" if described.has_constant(name) else "-"
             table.add_row(name, f"{constant.value:.3g}", f"{constant.spread:.0%}", before)
     return table
 

@@ -10,8 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from realhf.base.durations import duration
 from realhf.base.shown import visible
-from realhf.cli.output import Output, Phases, duration, number_text, table_of, wide_output
+from realhf.cli.output import Output, Phases, number_text, table_of, wide_output
 from realhf.cli.trends import trends_table
 from realhf.lifecycle.advice import export_command
 from realhf.lifecycle.controller import Listener

@@ -10,14 +10,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from realhf.base.durations import duration
 from realhf.base.errors import UserError
 from realhf.base.files import decode_loose_json
-from realhf.cli.output import Output, duration, number_text, table_of, wide_output
+from realhf.cli.output import Output, number_text, table_of, wide_output
 from realhf.cli.trends import trends_table
 from realhf.launch.slurm.state import job_state
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status, run_now_s
 from realhf.report.sample_texts import heading, shortened, with_ends
-from realhf.rundir.later import is_to_be_planned, read_later, why_not
+from realhf.rundir.later import is_to_be_planned, read_later, start_refusal
 from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import RunDirectory, workers_in_words
 from realhf.rundir.samples import Sample, read_samples, title_of
@@ -85,7 +86,7 @@ def job_line(directory: RunDirectory) -> str:
         return f"job {launched.job}: SLURM does not say how it is ({said})"
     nodes = f", on {state.nodes}" if state.nodes else ""
     restarts = f", started {state.restarts + 1} times" if state.restarts else ""
-    reason = why_not(read_later(directory)) if state.is_over and is_to_be_planned(directory) else None
+    reason = start_refusal(read_later(directory)) if state.is_over and is_to_be_planned(directory) else None
     return f"job {launched.job}: {state.in_words}{nodes}{restarts}" + (f"; {reason[0]}" if reason else "")
 
 

@@ -4,10 +4,11 @@ import argparse
 import time
 from pathlib import Path
 
+from realhf.base.durations import YEAR_S, duration
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import writing_a_run
 from realhf.base.numbers import check_range
-from realhf.cli.output import duration, wide_output
+from realhf.cli.output import wide_output
 from realhf.launch.slurm.commands import slurm_command
 from realhf.launch.slurm.state import job_state
 from realhf.lifecycle.controller import LAUNCHER_LOCK, note_stopped
@@ -16,7 +17,6 @@ from realhf.rundir.ending import EndRequest, request_end
 from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import MASTER, RunDirectory
-from realhf.rundir.run import YEAR_S
 
 DESCRIPTION = """Asks a run to end: the steps that have begun are ended, a checkpoint is written, and all processes end.
 Works from any machine that sees the run directory, for local runs and for SLURM jobs. `realhf run ... --resume` goes on

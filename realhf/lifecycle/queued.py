@@ -32,7 +32,7 @@ from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.lifecycle.tokenizer import keep_tokenizer
 from realhf.planning.clusters import cluster_of, devices_per_node, is_unknown_here
 from realhf.rundir.ending import requested_end
-from realhf.rundir.later import is_to_be_planned, read_later, why_not, write_later
+from realhf.rundir.later import is_to_be_planned, read_later, start_refusal, write_later
 from realhf.rundir.launched import write_launched
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
@@ -126,7 +126,7 @@ class QueuedRun:
                 if status.returncode == 2
                 else RunError(status.message, returncode=status.returncode)
             )
-        if reason := why_not(read_later(self.directory)):
+        if reason := start_refusal(read_later(self.directory)):
             raise RunError(reason[0], returncode=reason[1])
         notes = "; ".join(dict.fromkeys(end.note for end in exits if end.note)) or f"job {self.job_id} has ended"
         log = self.directory.job_log

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import tyro
 
+from realhf.base.durations import YEAR_S
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_ranges
 from realhf.base.options import Options, option
@@ -15,7 +16,7 @@ from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
 from realhf.planning.request import Measured, PlannedHardware, PlanRequest
-from realhf.rundir.run import MAX_DEVICES, RANGES, YEAR_S, RunSpec, load_experiment_class, saved_experiment
+from realhf.rundir.run import MAX_DEVICES, RANGES, RunSpec, load_experiment_class, saved_experiment
 
 Mode = Literal["off", "suggest", "switch"]
 

@@ -10,14 +10,16 @@ class Evaluation(TypedDict):
     cost: float
 
 class Solution(TypedDict):
-    plan: list[int]
-    evaluation: Evaluation
-    lower_bound: float
+    choice: list[int]
+    step_s: float
+    peak_bytes: float
+    feasible: bool
+    cost: float
+    lower_bound_s: float
     proven: bool
-    evaluations: int
-    search_full: int
-    search_rejected: int
-    search_cpu_s: float
+    all_evaluations: int
+    full_evaluations: int
+    early_rejections: int
     trace: list[tuple[float, float]]
 
 class Progress:
@@ -31,7 +33,10 @@ class Problem:
     def __init__(self, tables: dict[str, Any]) -> None: ...
     def evaluate(self, plan: Sequence[int]) -> Evaluation: ...
     def evaluate_all(self, plan: Sequence[int], call: int) -> list[tuple[float, bool]]: ...
-    def trace(self, plan: Sequence[int], steps: int) -> list[tuple[int, int, float, float]]: ...
+    def trace(
+        self, plan: Sequence[int], steps: int, order: Sequence[tuple[int, int]] = ...
+    ) -> list[tuple[int, int, float, float, list[int]]]: ...
+    def device_needs(self, plan: Sequence[int]) -> list[tuple[float, float, float]]: ...
     def solve(
         self,
         *,
@@ -44,9 +49,7 @@ class Problem:
         starts: Sequence[Sequence[int]] = ...,
         progress: Progress | None = None,
     ) -> Solution: ...
-    def evaluations_per_s(self, plan: Sequence[int], evaluations: int) -> float: ...
     def lower_bound(self, chosen: Sequence[int], limit: float = ...) -> float: ...
-    def greedy_plan(self) -> list[int]: ...
     def smallest_plan(self, seed: int) -> list[int]: ...
 
 LayoutRow = tuple[int, int, int, int, int, int, int]
@@ -85,12 +88,14 @@ class OsdpSolution(TypedDict):
     knapsacks: int
     states: int
 
+MOST_SLICES: int
+
 def solve_osdp(
     operators: Sequence[tuple[int, int, Sequence[tuple[float, int, bool]]]],
     memory_bytes: int,
-    bytes_per_sample: int,
-    seconds_per_sample: float,
-    min_batch: int,
-    max_batch: int,
-    time_limit_s: float,
+    bytes_per_sample: int = 0,
+    seconds_per_sample: float = 0.0,
+    min_batch: int = 1,
+    max_batch: int = 1,
+    time_limit_s: float = 1.0,
 ) -> OsdpSolution: ...

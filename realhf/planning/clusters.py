@@ -13,12 +13,11 @@ from realhf.machine.host import read_host
 from realhf.planning.here import CPU, check_here, divided, gpus_here, hardware_here
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import YAML_SUFFIXES, left_descriptions, load_hardware
-from realhf.planning.model.hardware import GIB, Hardware
+from realhf.planning.model.hardware import GIB, MEMORY_GB, Hardware
 from realhf.planning.request import DevicesRequest, PlannedHardware
 
 _NAME = re.compile(r"(?P<hardware>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
 _MOST_DIGITS = 20  # that are read of a number: one with more is too large anyway
-MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 EXAMPLE = "groups: [{hardware: h100, nodes: 16, devices_per_node: 8}]"
 
 

@@ -13,10 +13,9 @@ from realhf.planning.model.experience import CallError, expected
 from realhf.planning.model.gaussian import covariance_of, square_root, standard_draws
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.timings import Costs
-from realhf.planning.model.uncertainty import uncertainty_of
 from realhf.planning.predict import Prediction, problem_of, sequence_of
+from realhf.planning.problem.native import native_problem, simulate
 from realhf.planning.problem.option_rows import seconds_of
-from realhf.planning.problem.simulation import Simulation, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
 
@@ -64,7 +63,7 @@ class Draws:
         """The seconds of a predicted plan, its calls and transfers re-priced, in the order that it has."""
         plan = prediction.plan
         calls = {name: self._call_s(name, call) for name, call in plan.calls.items()}
-        of_beside = expected((), "", "", uncertainty_of(self.task.costs.hardware).call_error)
+        of_beside = expected((), "", "", self.task.costs.hardware.sureness.call_error)
         beside = {name: seconds * self._error(name, "", of_beside) for name, seconds in plan.beside.items()}
         problem = self._problem(self.task, prediction)
         durations = [calls[call.name] for call in problem.calls]
@@ -147,7 +146,7 @@ class Doubt:
 
 def doubt_of(costs: Costs) -> Doubt:
     """What the description (`Uncertainty`) and the profiles (`Costs.part_spread`) of these costs are not sure of."""
-    stated, parts = uncertainty_of(costs.hardware), costs.part_spread
+    stated, parts = costs.hardware.sureness, costs.part_spread
     number = len(stated.spread)
     covariance = np.zeros((number + len(parts), number + len(parts)))
     covariance[:number, :number] = covariance_of(stated)
@@ -182,19 +181,11 @@ def with_factors(task: PlanningTask, names: Sequence[str], factors: Sequence[flo
 def _step_s(problem: Problem, order: Sequence[tuple[int, int]], durations: Sequence[np.ndarray]) -> np.ndarray:
     """Seconds of a step in every draw, as `simulate` has them: every node waits for its parents, and for what used one
     of its devices before in the simulation of the prediction."""
-    choice = [0] * len(problem.calls)
-    simulation = Simulation(problem, choice)
-    ends: dict[tuple[int, int], np.ndarray] = {}
-    free_at: dict[int, np.ndarray] = {}
-    nothing = np.zeros_like(durations[0])
-    for event in simulate(problem, choice, problem.steps, order):
-        waits = [ends[parent] for parent in simulation.parents(event.step, event.node)]
-        # Devices that the same event left are free at the same time: it counts once.
-        waits += {id(end): end for d in simulation.devices[event.node] if (end := free_at.get(d)) is not None}.values()
-        start = waits[0] if len(waits) == 1 else np.maximum.reduce(waits) if waits else nothing
-        end = ends[event.step, event.node] = start + durations[event.node]
-        free_at.update(dict.fromkeys(simulation.devices[event.node], end))
-    result: np.ndarray = np.maximum.reduce(list(ends.values())) / problem.steps
+    ends: list[np.ndarray] = []
+    for event in simulate(native_problem(problem), [0] * len(problem.calls), problem.steps, order):
+        start = np.maximum.reduce([ends[other] for other in event.waits_for]) if event.waits_for else 0.0
+        ends.append(start + durations[event.node])
+    result: np.ndarray = np.maximum.reduce(ends) / problem.steps
     return result
 
 

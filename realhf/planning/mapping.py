@@ -172,32 +172,32 @@ class Mapper:
 
     def _choose(self, calls: Sequence[CallModel], num_devices: int, frugal: bool) -> dict[str, Option] | None:
         """The fastest option that fits for every home, one after the other, with the least kept free for the rest, and
-        then of every other call; None if one call has too little room. `frugal`: homes take their smallest form."""
+        then of every other call; None if one call has too little memory. `frugal`: homes take their smallest form."""
         homes = [call for call in calls if self._home(call) is call]
         static = {call.call.name: self._least_static(call, num_devices) for call in homes}
         chosen: dict[str, Option] = {}
         for call in homes:
             name, least = call.call.name, static[call.call.name]
-            room = self._room() - (sum(static.values()) - least)
+            left_bytes = self._left_bytes() - (sum(static.values()) - least)
             forms = (o for o in self._ranked(call, num_devices) if not frugal or _static(call, o) == least)
-            option = next((o for o in forms if _static(call, o) + _dynamic(call, o) <= room), None)
+            option = next((o for o in forms if _static(call, o) + _dynamic(call, o) <= left_bytes), None)
             if option is None:
                 return None
             chosen[name], static[name] = option, _static(call, option)
-        room = self._room() - sum(static.values())
+        left_bytes = self._left_bytes() - sum(static.values())
         needs, kept = [], []
         for call in calls:
             at_home, name = self._home(call), call.call.name
             home = chosen[at_home.call.name]
             ranked = [chosen[name]] if name in chosen else self._ranked(call, num_devices)
-            option = next((o for o in ranked if _need(call, o, at_home, home) <= room), None)
+            option = next((o for o in ranked if _need(call, o, at_home, home) <= left_bytes), None)
             if option is None:
                 return None
             chosen[name] = option
             needs.append(_need(call, option, at_home, home))
             kept.append(call.work(*option.shape).kept_cache_bytes() if option.layout == home.layout else 0.0)
         # What one call leaves, all others have beside them.
-        fits = all(need + sum(kept) - own <= room for need, own in zip(needs, kept, strict=True))
+        fits = all(need + sum(kept) - own <= left_bytes for need, own in zip(needs, kept, strict=True))
         return chosen if fits else None
 
     def _stages(self, calls: Sequence[CallModel], chosen: Mapping[str, Option]) -> tuple[float, float, float]:
@@ -226,7 +226,7 @@ class Mapper:
     def _home(self, call: CallModel) -> CallModel:
         return self.task.call_models[self.task.homes[call.call.name]]
 
-    def _room(self) -> float:
+    def _left_bytes(self) -> float:
         """Bytes of a device beside the communicators of all devices."""
         cluster, communicator_bytes = self.task.cluster, self.task.costs.hardware.communicator_bytes
         return cluster.device_memory_bytes - communicator_bytes * len(of_all_devices(cluster.num_devices, moves=True))

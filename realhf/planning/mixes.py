@@ -9,7 +9,7 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallCompute
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.model.call import CallModel
-from realhf.planning.model.sharding import rooms
+from realhf.planning.model.osdp.chooser import memory_limits
 from realhf.planning.task import PlanningTask
 
 Way = tuple[ParallelStrategy, int, CallCompute]  # a strategy, in so many micro-batches, computed so
@@ -18,7 +18,7 @@ Way = tuple[ParallelStrategy, int, CallCompute]  # a strategy, in so many micro-
 def mixed_ways(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequence[Way]) -> Iterator[Way]:
     """Of `ways`, all in one (dp, tp, pp), those that are fully sharded, but with modes of operators in place of that.
 
-    Within each room that states may have (`rooms`) those that may be the fastest. Modes are taken to make a way no
+    Within each of the states' `memory_limits` those that may be the fastest. Modes are taken to make a way no
     faster than ZeRO-1 does: so a way gets none where a faster one is known, with modes, or with ZeRO-1 that fits. (With
     one micro-batch and all gathers hidden behind computation, sharding would save an all-gather.)
     """
@@ -26,46 +26,46 @@ def mixed_ways(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequence[Wa
         return
     model = task.call_models[call.name]
     candidates = sorted(_candidates(model, ways), key=lambda candidate: candidate.zero1_s)
-    for level in range(max((len(candidate.rooms) for candidate in candidates), default=0)):
+    for level in range(max((len(candidate.limits) for candidate in candidates), default=0)):
         fastest_s = float("inf")
         for candidate in candidates:
-            room_bytes = candidate.rooms[min(level, len(candidate.rooms) - 1)]
-            if candidate.zero1_s >= fastest_s or candidate.zero1_bytes <= room_bytes:
+            limit_bytes = candidate.limits[min(level, len(candidate.limits) - 1)]
+            if candidate.zero1_s >= fastest_s or candidate.zero1_bytes <= limit_bytes:
                 break
-            if candidate.least_bytes > room_bytes:
+            if candidate.least_bytes > limit_bytes:
                 continue
             strategy, count, _ = candidate.way
-            mixed = _mix(task, model, candidate.way, room_bytes)
+            mixed = _mix(task, model, candidate.way, limit_bytes)
             if mixed is not None:
                 yield strategy, count, mixed
                 fastest_s = min(fastest_s, model.under(mixed).seconds(strategy, count))
 
 
 class _Candidate(NamedTuple):
-    """A way as ZeRO-1 has it: its seconds, the bytes of its states so and with all of them divided, and the rooms that
+    """A way as ZeRO-1 has it: its seconds, the bytes of its states so and with all of them divided, and the limits that
     they may have."""
 
     zero1_s: float
     zero1_bytes: int
     least_bytes: int
-    rooms: list[int]
+    limits: list[int]
     way: Way
 
 
 def _candidates(model: CallModel, ways: Sequence[Way]) -> Iterator[_Candidate]:
     """Those that fit with all states divided."""
-    room_bytes = {strategy: model.room_bytes(strategy) for strategy in {strategy for strategy, _, _ in ways}}
+    available_bytes = {strategy: model.available_bytes(strategy) for strategy in {strategy for strategy, _, _ in ways}}
     for strategy, count, compute in ways:
         if compute.data_parallel != "fsdp":
             continue
         plain = replace(compute, data_parallel=None)
         of_way, least_bytes = model.under(plain), model.under(compute).static_bytes(strategy)
         dynamic = of_way.work(strategy, count).dynamic_bytes()
-        left_bytes, zero1_bytes = room_bytes[strategy] - dynamic, of_way.static_bytes(strategy)
+        left_bytes, zero1_bytes = available_bytes[strategy] - dynamic, of_way.static_bytes(strategy)
         if least_bytes <= left_bytes:
-            levels = rooms(left_bytes, zero1_bytes, least_bytes, shares_devices=model.shares_devices)
+            limits = memory_limits(left_bytes, zero1_bytes, least_bytes, shares_devices=model.shares_devices)
             zero1_s = of_way.seconds(strategy, count)
-            yield _Candidate(zero1_s, zero1_bytes, least_bytes, levels, (strategy, count, plain))
+            yield _Candidate(zero1_s, zero1_bytes, least_bytes, limits, (strategy, count, plain))
 
 
 def smallest_mix(task: PlanningTask, call: ModelFunctionCallDef, sharded: Way) -> CallCompute | None:
@@ -79,11 +79,11 @@ def smallest_mix(task: PlanningTask, call: ModelFunctionCallDef, sharded: Way) -
     return replace(way, data_parallel=rules) if rules else None
 
 
-def _mix(task: PlanningTask, model: CallModel, way: Way, room_bytes: int) -> CallCompute | None:
+def _mix(task: PlanningTask, model: CallModel, way: Way, limit_bytes: int) -> CallCompute | None:
     strategy, count, compute = way
     for prefetch in _prefetches(task, model.call):
         plain = replace(compute, prefetch=prefetch)
-        rules = model.under(plain).mix_within(strategy, count, room_bytes)
+        rules = model.under(plain).mix_within(strategy, count, limit_bytes)
         if rules:
             return replace(plain, data_parallel=rules)
     return None

@@ -123,27 +123,6 @@ def pool_meshes(cluster: Cluster, pool: Pool | None) -> list[DeviceMesh]:
     return sorted([*inside, *runs], key=lambda mesh: (mesh.size, mesh.first))
 
 
-def call_options(
-    call: ModelFunctionCallDef, batch_size: int, cluster: Cluster, pool: Pool | None = None
-) -> list[Option]:
-    """The options of `options_on` on every mesh of the cluster, or of the pool of its model. Raises UserError if its
-    mini-batches do not divide the batch, or none is legal within the pool."""
-    mini_batch = call.mini_batch_size(batch_size)
-    options = options_on(pool_meshes(cluster, pool), call, mini_batch)
-    if not options:
-        _check_pool(call, pool, mini_batch)
-    return options
-
-
-def _check_pool(call: ModelFunctionCallDef, pool: Pool | None, mini_batch: int) -> None:
-    """Raises UserError for a call without options, if a pool is the reason."""
-    if pool is not None:
-        raise UserError(
-            f"{call.name}: no (dp, tp, pp) within {pool}, to which model {call.model_name!r} is confined, is legal "
-            f"with mini-batches of {mini_batch} samples; give the pool other devices, or change the batch size"
-        )
-
-
 def options_to_search(task: PlanningTask, name: str, keeps: Keeps | None = None) -> list[Option]:
     """All that a search may choose for a call, also chunks and how it computes, on every mesh of the cluster, or of the
     pool of its model; of the ways to run it in one strategy those that `keeps` keeps.
@@ -161,8 +140,13 @@ def options_to_search(task: PlanningTask, name: str, keeps: Keeps | None = None)
         for ways in by_size[mesh.size]:
             layouts = {strategy: Layout(mesh, strategy) for strategy, _, _ in ways}
             options += [Option(layouts[strategy], count, compute) for strategy, count, compute in ways]
-    if not any(by_size.values()):
-        _check_pool(call, task.graph.pools.get(call.model_name), call.mini_batch_size(task.batch_size))
+    pool = task.graph.pools.get(call.model_name)
+    if pool and not any(by_size.values()):
+        raise UserError(
+            f"{call.name}: no (dp, tp, pp) within {pool}, to which model {call.model_name!r} is confined, is legal "
+            f"with mini-batches of {call.mini_batch_size(task.batch_size)} samples; give the pool other devices, or "
+            "change the batch size"
+        )
     return options
 
 
@@ -264,8 +248,3 @@ def _leaves_graphs_open(call: ModelFunctionCallDef) -> bool:
 def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> dict[str, CallPlan]:
     """The calls of a plan, from the number of an option for each."""
     return {name: rows[index].call_plan() for (name, rows), index in zip(options.items(), choice, strict=True)}
-
-
-def all_options(task: PlanningTask, keeps: Keeps | None = None) -> dict[str, list[Option]]:
-    """`options_to_search` of every call of a task, by name."""
-    return {name: options_to_search(task, name, keeps) for name in task.graph.model_calls}

@@ -99,7 +99,7 @@ def task_of(
     """The planning of an experiment on a cluster, its costs from what was `measured` (None: all that lies here).
 
     `offload` and `saves` are those of `PlanRequest`. `stalenesses`, in ascending order: those that a search may choose;
-    the task is of the first, the others are in its `staler`.
+    the task is of the first, the others are in its `more_stale`.
 
     Raises:
         UserError: the experiment is not valid, a pool has devices beyond the cluster, `offload` names other models, or
@@ -150,12 +150,12 @@ def task_of(
 def _first_of(
     task: PlanningTask, graphs: Mapping[int, DataflowGraph], steps_in_flight: Callable[[DataflowGraph], int]
 ) -> PlanningTask:
-    """The task with the first of these graphs, by staleness, and with the others in `staler`."""
-    first, *staler = (
+    """The task with the first of these graphs, by staleness, and with the others in `more_stale`."""
+    first, *more_stale = (
         replace(task, graph=graph, max_steps_in_flight=steps_in_flight(graph), staleness=staleness)
         for staleness, graph in graphs.items()
     )
-    return replace(first, staler=tuple(staler))
+    return replace(first, more_stale=tuple(more_stale))
 
 
 def _steps_in_flight(graph: DataflowGraph, most: int, what_if: WhatIf) -> int:
@@ -198,7 +198,7 @@ def search_for(
     if budget.evaluations is None:
         budget = replace(budget, evaluations=auto_settings(experiment).search_evaluations)
     begun, results, errors = time.perf_counter(), list[SearchResult](), list[UserError]()
-    tasks = [task.varied(), *task.staler]
+    tasks = [task.varied(), *task.more_stale]
     for number, each in enumerate(tasks):
         try:
             share = _share(budget, begun, len(tasks), len(tasks) - number)

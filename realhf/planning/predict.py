@@ -12,8 +12,14 @@ from realhf.dataflow.plan import ExecutionPlan, OrderEntry, check_plan
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.options import option_of
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import NativeProblem, native_problem, reallocation_table
-from realhf.planning.problem.simulation import DeviceNeed, device_needs, makespan_s, simulate
+from realhf.planning.problem.native import (
+    DeviceNeed,
+    NativeProblem,
+    device_needs,
+    native_problem,
+    reallocation_table,
+    simulate,
+)
 from realhf.planning.problem.tables import Problem
 from realhf.planning.problem.transfers import ReallocationTable
 from realhf.planning.task import PlanningTask
@@ -59,10 +65,10 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
         )
     in_flight = plan.max_steps_in_flight
     problem = problem_of(task.varied(max_steps_in_flight=in_flight), plan, reallocations=Reallocation.table)
-    choice = [0] * len(problem.calls)
-    order = sequence_of(plan, task.graph, problem)
-    step_s = makespan_s(simulate(problem, choice, problem.steps, order)) / problem.steps
-    needs = device_needs(problem, choice)
+    native, choice = native_problem(problem), [0] * len(problem.calls)
+    events = simulate(native, choice, problem.steps, sequence_of(plan, task.graph, problem))
+    step_s = max(event.end_s for event in events) / problem.steps
+    needs = device_needs(native, choice)
     call_s = {call.name: call.options[0].time_s for call in problem.calls}
     transfer_s = {transfer.name: transfer.seconds[0] for transfer in problem.transfers}
     beside = {name: transfer_s.pop(name) for name in task.graph.beside}
@@ -94,8 +100,8 @@ def predict_in_best_order(task: PlanningTask, plan: ExecutionPlan) -> Prediction
 def fastest_order(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem, choice: Sequence[int]) -> Prediction:
     """The prediction of the plan in the fastest of the orders that can be run and agree with a simulation of `choice`,
     the plan's options in the problem."""
-    names, simulated = task.graph.nodes, native.trace(choice, steps_to_simulate(task.max_steps_in_flight))
-    starts = [(names[node], step, start_s) for node, step, start_s, _ in simulated if node < len(names)]
+    names, simulated = task.graph.nodes, simulate(native, choice, steps_to_simulate(task.max_steps_in_flight))
+    starts = [(names[event.node], event.step, event.start_s) for event in simulated if event.node < len(names)]
     orders = possible_orders(starts, plan, task.graph, task.batch_size)
     predictions = [predict(task, structs.replace(plan, order=order)) for order in orders]
     return min(predictions, key=lambda prediction: prediction.step_s)

@@ -394,7 +394,7 @@ def _result(prepared: _Prepared, found: Found, seed: int) -> SearchResult:
         certificate=certificate,
         evaluations=found.evaluations,
         evaluations_per_s=found.evaluations / max(found.seconds, 1e-9),
-        trace=found.trace,
+        trace=tuple(found.trace),
         num_options=prepared.num_options,
         rules=tuple(prepared.rules),
     )

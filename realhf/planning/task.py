@@ -13,7 +13,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
 from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.sharding import sharded_text
+from realhf.planning.model.osdp.chooser import sharded_text
 from realhf.planning.model.timings import Costs
 from realhf.planning.model.workload import Workload
 
@@ -31,8 +31,8 @@ class PlanningTask:
     `open_choices`: by model what a plan may choose of its computation (`realhf.api.computation`). `mixed`: the models
     whose operators may have modes of their own. `breadth`: of the ways to run a call those that are searched (None: as
     many as clusters of this size allow). `near`: the only meshes that are searched (none: all that there are).
-    `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.staleness`). `staler`: the
-    same task with more of it, of which a search may choose one.
+    `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.staleness`). `more_stale`:
+    the same task with more of it: a search may choose one of them.
     """
 
     graph: DataflowGraph
@@ -49,7 +49,7 @@ class PlanningTask:
     breadth: Breadth | None = None
     near: tuple[DeviceMesh, ...] = ()
     staleness: int = 0
-    staler: "tuple[PlanningTask, ...]" = ()
+    more_stale: "tuple[PlanningTask, ...]" = ()
 
     def varied(
         self,
@@ -59,22 +59,22 @@ class PlanningTask:
         breadth: Breadth | None = None,
         near: tuple[DeviceMesh, ...] | None = None,
     ) -> "PlanningTask":
-        """The task with these in place of its own, and without `staler`. Calls take the same, so both know what either
-        has computed."""
+        """The task with these in place of its own, and without `more_stale`. Its calls cost the same: what either has
+        computed of them, both know."""
         changed = replace(
             self,
             offload=self.offload if offload is None else offload,
             max_steps_in_flight=max_steps_in_flight or self.max_steps_in_flight,
             breadth=breadth or self.breadth,
             near=self.near if near is None else near,
-            staler=(),
+            more_stale=(),
         )
         changed.__dict__.update(homes=self.homes, call_models=self.call_models, known=self.known)
         return changed
 
     def of(self, plan: ExecutionPlan) -> "PlanningTask":
-        """The one of this task and `staler` that a plan found for them is of, by itself."""
-        return next(task for task in (self, *self.staler) if task.staleness == plan.staleness).varied()
+        """The task, of this and `more_stale`, that a plan is for; without the others."""
+        return next(task for task in (self, *self.more_stale) if task.staleness == plan.staleness).varied()
 
     @property
     def searched(self) -> Breadth:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from realhf.planning.model.collective_costs import NO_COSTS, CollectiveCost, CollectiveCosts, fitted
+from realhf.planning.model.osdp.collective_costs import NO_COSTS, CollectiveCost, CollectiveCosts, fitted
 
 __all__ = ["CollectiveCost", "CollectiveCosts", "measure_collectives"]
 

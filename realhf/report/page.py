@@ -8,6 +8,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from realhf.base.durations import duration
 from realhf.base.files import write_atomically
 from realhf.dataflow.plan import ExecutionPlan, interval_text
 from realhf.report.curves import Curve, curves_of, evaluation_curves, split_curves
@@ -107,14 +108,7 @@ def _age(status: Status | None, now_s: float) -> str:
     """How old the status of a run is that is not over: the run may have died without writing another."""
     if status is None or status.state not in ("starting", "running"):
         return ""
-    return f"; the run wrote its status {_duration(now_s - status.updated)} before"
-
-
-def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    if minutes < 2:
-        return f"{max(0.0, seconds):.0f} s"
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+    return f"; the run wrote its status {duration(max(now_s - status.updated, 0.0))} before"
 
 
 def _curves(run: RunData) -> str:

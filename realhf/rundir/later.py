@@ -42,16 +42,16 @@ def is_to_be_planned(directory: RunDirectory) -> bool:
     return not directory.plan.exists() and directory.request.exists()
 
 
-def why_not(later: LaterRun) -> tuple[str, int] | None:
+def start_refusal(run: LaterRun) -> tuple[str, int] | None:
     """Why a run may not begin: the one before it has not ended well. Also the exit code of that one."""
-    if not later.after:
+    if not run.after:
         return None
-    status = known_status(RunDirectory(Path(later.after)).status)
+    status = known_status(RunDirectory(Path(run.after)).status)
     state = status.state if status else "gone"
     if state == "done":
         return None
     return (
-        f"not started, since the stage before, {later.after}, {_ENDS.get(state, f'has not ended well: it is {state}')}",
+        f"not started, since the stage before, {run.after}, {_ENDS.get(state, f'has not ended well: it is {state}')}",
         _code(status),
     )
 

@@ -19,6 +19,7 @@ from realhf.api.experiment import (
 from realhf.api.staleness import graph_of, setups_of
 from realhf.architecture.compute import Computation
 from realhf.base.code_files import load_code_file
+from realhf.base.durations import WEEK_S, YEAR_S
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
 from realhf.base.numbers import Range, check_ranges
@@ -38,8 +39,6 @@ FORMAT = "run/2"
 MAX_STEPS = 10**9
 MAX_DEVICES = 65_536
 MAX_SAMPLES = 64
-WEEK_S = 7 * 86_400
-YEAR_S = 365 * 86_400
 # Of the numbers of a run's specification, by field.
 RANGES = {
     "num_workers": Range("--num-workers", 1, MAX_DEVICES),

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from realhf.architecture.compute import Mode, ModeRules, modes_in, modes_text
+from realhf.architecture.compute import MODES, Mode, ModeRules, modes_in, modes_text
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_fields
 from realhf.geometry.operators import names_operator
 from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import (
-    MODES,
+from realhf.planning.model.osdp.problem import (
     MOST_SLICES,
     Links,
     Operator,
@@ -20,11 +19,11 @@ from realhf.planning.model.operator_modes import (
     OsdpProblem,
     gib_above,
     given_plan,
-    sliced,
+    slicings,
     solve,
     uniform_plan,
 )
-from realhf.planning.model.operator_rows import OperatorRow, operator_rows, plan_text
+from realhf.planning.model.osdp.table import OperatorRow, operator_rows, plan_text
 from realhf.wrapping.measuring import OptimizerCosts, SampleCosts
 from realhf.wrapping.operators import ModuleOperator
 
@@ -141,8 +140,7 @@ def choose(
     if rules is not None:
         chosen, modes = _given(problem, rules_of(rules), batches)
     else:
-        slicings = sorted({1, options.slices, *(2**i for i in range(options.slices.bit_length()))})
-        chosen = joined(_decided([sliced(problem, slices) for slices in slicings], batches, group))
+        chosen = joined(_decided(slicings(problem, options.slices), batches, group))
         modes = {op.name: () for op in problem.operators}
         for op, mode, count in chosen.counts():
             modes[op.name] = (*modes[op.name], *[mode] * count)

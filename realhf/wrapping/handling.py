@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from realhf.architecture.compute import Mode
-from realhf.planning.model.collective_costs import NO_COSTS, CollectiveCosts
-from realhf.planning.model.operator_modes import Links
+from realhf.planning.model.osdp.collective_costs import NO_COSTS, CollectiveCosts
+from realhf.planning.model.osdp.problem import Links
 from realhf.wrapping.choice import OsdpOptions, choose, problem_of
 from realhf.wrapping.measuring import OptimizerCosts, SampleCosts, synchronise
 from realhf.wrapping.operators import operators_of

@@ -11,7 +11,7 @@ from realhf.architecture.compute import MODES, Mode
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import FlatLayout, OperatorSlice, Unit, matrix_slices, units_of_slices
 from realhf.parallel.tensor import sum_of_products
-from realhf.planning.model.operator_modes import MOST_SLICES
+from realhf.planning.model.osdp.problem import MOST_SLICES
 
 Kind = Literal["linear", "embedding", "others"]
 OTHERS: Literal["others"] = "others"

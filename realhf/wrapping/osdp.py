@@ -11,9 +11,8 @@ from torch import nn
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
-from realhf.planning.clusters import MEMORY_GB
-from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import Links
+from realhf.planning.model.hardware import GIB, MEMORY_GB
+from realhf.planning.model.osdp.problem import Links
 from realhf.profiling.collectives import measure_collectives
 from realhf.wrapping.choice import MOST_SAMPLES, OsdpOptions, choose, problem_of
 from realhf.wrapping.handling import handling_seconds

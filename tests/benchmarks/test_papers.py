@@ -21,7 +21,8 @@ from realhf.base.errors import UserError
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.model.call import CallModel
-from realhf.planning.options import Option, all_options
+from realhf.planning.options import Option
+from tests.unit.planning.graphs import all_options
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]

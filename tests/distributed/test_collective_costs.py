@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from realhf.cpu import host_group
 from realhf.parallel.collectives import all_reduce
-from realhf.planning.model.collective_costs import NO_COSTS, fitted
+from realhf.planning.model.osdp.collective_costs import NO_COSTS, fitted
 from realhf.profiling.collectives import SIZES_BYTES, measure_collectives
 from tests.distributed.pool import run_distributed
 

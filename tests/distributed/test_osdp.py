@@ -24,8 +24,8 @@ import realhf
 from realhf.architecture.compute import MODES, ModeRules, modes_text
 from realhf.base.errors import UserError
 from realhf.engine.train.gathering import GatheredUnit
-from realhf.planning.model.collective_costs import CollectiveCost, CollectiveCosts
 from realhf.planning.model.hardware import GIB
+from realhf.planning.model.osdp.collective_costs import CollectiveCost, CollectiveCosts
 from realhf.wrapping.handling import handling_seconds
 from tests.distributed.pool import run_distributed
 

@@ -30,7 +30,6 @@ from realhf.models.hugging_face_weights import BoxReader, open_checkpoint
 from realhf.planning.clusters import parse_cluster
 from realhf.planning.model.descriptions import DESCRIPTIONS, read_hardware
 from realhf.planning.model.experience import RunTimes, SeenCall, load_run_times
-from realhf.planning.model.fit import load_tables
 from realhf.planning.model.lengths import read_lengths
 from realhf.planning.model.measured import MeasuredConstant, MeasuredConstants, load_constants
 from realhf.planning.model.profile import load_profile, save_profile
@@ -157,7 +156,6 @@ READERS = {
     "profile": Reader(saved_profile, load_profile),
     "constants": Reader(written("constants.json", CONSTANTS), load_constants),
     "times of a run": Reader(written("run.json", RunTimes(run="r", profile="p", calls=CALLS)), load_run_times),
-    "measured tables": Reader(written("tables.yaml", (DATA / "published_step_times.yaml").read_bytes()), load_tables),
     "lengths": Reader(written("lengths.txt", b"12\n7\n3\n"), read_lengths),
     "problem": Reader(written("problem.json", (DATA / "planning_problems/n1_steps3.json").read_bytes()), load_problem),
     "index of a checkpoint": Reader(checkpoint("index.json"), read_checkpoint),

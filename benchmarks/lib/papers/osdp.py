@@ -1,6 +1,6 @@
 """OSDP: data, tensor, pipeline parallelism and sharding on the paper's hardware, by operators.
 
-The cost of a strategy is that of `realhf.planning.model.operator_modes` (the paper's alpha-beta-gamma model), with
+The cost of a strategy is that of `realhf.planning.model.osdp.problem` (the paper's alpha-beta-gamma model), with
 Megatron-LM's all-reduces (two a layer each way) for tp, and GPipe's bubble with micro-batches of one sample for pp.
 """
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from lib.papers.rows import Row, side_by_side
 from lib.papers.svg import Bars, Lines
 
+from realhf.architecture.compute import Mode
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.geometry.layout import divisors
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB, Hardware
-from realhf.planning.model.operator_modes import (
-    PAPER_MODES,
+from realhf.planning.model.osdp.decoder import OUTSIDE, decoder_problem
+from realhf.planning.model.osdp.problem import (
     Links,
-    Mode,
     Operator,
     OsdpPlan,
     OsdpProblem,
@@ -30,11 +30,11 @@ from realhf.planning.model.operator_modes import (
     solve,
     uniform_plan,
 )
-from realhf.planning.model.operators import OUTSIDE, Training, decoder_problem
 
 HARDWARE = Path(__file__).parents[2] / "published/hardware"
 CLUSTERS = {8: "titan-rtx", 16: "a100-100gb"}
 MEMORY_GIB = (8, 16)
+PAPER_MODES: tuple[Mode, ...] = ("replicated", "sharded")
 VOCABULARY, SEQUENCE, ITEM, HEAD_SIZE = 50304, 512, 4, 64  # fp32
 BATCHES = range(1, 257)
 TRIED_BATCHES = sorted({m * 2**power for power in range(9) for m in (1, 3) if m * 2**power in BATCHES})
@@ -77,12 +77,15 @@ class Setting:
     @cached_property
     def whole(self) -> OsdpProblem:
         """All operators, in the order of the layers, on one device."""
-        training = Training(
-            sequence_length=SEQUENCE, flops=self.hardware.flops("float32"), dtype="float32", modes=PAPER_MODES,
-            links=Links(num_devices=1, latency_s=0.0, seconds_per_byte=0.0), memory_bytes=self.memory_gib * GIB,
-            recompute=self.recompute,
+        given = OsdpProblem(
+            operators=(), links=Links(num_devices=1, latency_s=0.0, seconds_per_byte=0.0), modes=PAPER_MODES,
+            memory_bytes=self.memory_gib * GIB, recompute=self.recompute,
         )  # fmt: skip
-        problems = [decoder_problem(decoder(*part), training) for part in self.parts]
+        flops = self.hardware.flops("float32")
+        problems = [
+            decoder_problem(decoder(*part), given, sequence_length=SEQUENCE, flops=flops, dtype="float32")
+            for part in self.parts
+        ]
         operators = [
             replace(op, name=f"{i}.{op.name}")
             for i, problem in enumerate(problems)

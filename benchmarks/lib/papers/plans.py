@@ -12,8 +12,7 @@ from realhf.planning.model.hardware import Hardware
 from realhf.planning.options import Option, chosen, option_of
 from realhf.planning.predict import Prediction, problem_of, sequence_of
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
-from realhf.planning.problem.simulation import simulate
+from realhf.planning.problem.native import SearchRequest, native_problem, search_problem, simulate
 from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask
 
@@ -86,7 +85,7 @@ def planned(cell: Cell, task: PlanningTask, prediction: Prediction) -> Planned:
     plan, free = prediction.plan, cell.task(_free_links(task.costs.hardware), task.costs.features)
     problem = problem_of(task, plan)
     choice = [0] * len(problem.calls)
-    events = simulate(problem, choice, problem.steps, sequence_of(plan, task.graph, problem))
+    events = simulate(native_problem(problem), choice, problem.steps, sequence_of(plan, task.graph, problem))
     calls = []
     for name, call in plan.calls.items():
         option, seconds = option_of(call), prediction.call_s[name]

@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from cost_model import calibration_script
+from lib.fit import Residual, load_tables
 from lib.papers.cells import REAL_ENGINE, Cell
 from lib.papers.rows import Row, side_by_side
 from lib.papers.simulated import SEARCHED, Done
 from lib.papers.svg import Bars, Lines
 
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.fit import Residual, load_tables
 
 HARDWARE, PROMPT = "h100", 1024
 GRAPHS, EAGER = "CUDA graphs", "eager"

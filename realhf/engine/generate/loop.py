@@ -113,7 +113,7 @@ def _running_batch(
             )
     scheduler = Scheduler(
         choice.prompt_lengths.tolist(),
-        choice.twins(),
+        choice.first_with_prompt(),
         num_pages=num_pages,
         page_size=page,
         max_running=max_running,
@@ -170,10 +170,8 @@ def _needed_pages(choice: TokenChoice, page: int, max_running: int) -> int:
     needs = [pages_for(length, page) for length in choice.longest().tolist()]
     if max_running < len(needs):
         return sum(sorted(needs, reverse=True)[:max_running])
-    shared = [length // page for length in choice.prompt_lengths.tolist()]
-    return sum(
-        need - (shared[i] if twin != i else 0) for i, (need, twin) in enumerate(zip(needs, choice.twins(), strict=True))
-    )
+    shared, firsts = [length // page for length in choice.prompt_lengths.tolist()], choice.first_with_prompt()
+    return sum(need - (shared[i] if firsts[i] != i else 0) for i, need in enumerate(needs))
 
 
 @contextmanager

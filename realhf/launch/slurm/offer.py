@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from realhf.base.durations import DAY_S, HOUR_S, MINUTE_S
 from realhf.base.errors import UserError
 from realhf.launch.slurm.commands import slurm_command
 
 _TIMEOUT_S = 3.0  # of each question: a refusal is told within ten seconds
 _PARTITIONS = "--format=%P|%a|%l|%D|%c|%m|%G|%f"
-_DAY_S = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,8 @@ def seconds_of(limit: str) -> float | None:
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     # Minutes, minutes:seconds or hours:minutes:seconds; behind days hours, hours:minutes or all three.
-    units_s = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
-    return int(days or 0) * _DAY_S + sum(number * unit_s for number, unit_s in zip(numbers, units_s, strict=False))
+    units_s = (HOUR_S, MINUTE_S, 1) if days is not None or len(numbers) == 3 else (MINUTE_S, 1)
+    return int(days or 0) * DAY_S + sum(number * unit_s for number, unit_s in zip(numbers, units_s, strict=False))
 
 
 def _lines(*command: str) -> list[str]:

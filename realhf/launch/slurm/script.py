@@ -4,6 +4,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from realhf.base.durations import DAY_S, YEAR_S
 from realhf.base.errors import UserError
 from realhf.base.options import Options, option
 from realhf.launch.devices import DEVICE_VARIABLE
@@ -12,7 +13,6 @@ from realhf.launch.slurm.offer import seconds_of
 from realhf.launch.slurm.sbatch_words import check_sbatch_words
 from realhf.machine.gpus import VISIBLE
 from realhf.rundir.paths import MASTER
-from realhf.rundir.run import YEAR_S
 from realhf.rundir.starts import START_VARIABLE
 
 _DEFAULT_NOTICE_S = 120
@@ -56,14 +56,14 @@ class SlurmOptions(Options):
     notice_s: float | None = option(
         None,
         "how long before the time limit the run saves and ends (default 120, at most a quarter of --time-limit)",
-        bounds=(1, 86_400),
+        bounds=(1, DAY_S),
         unit="seconds",
     )
     plan_in_job: bool = option(
         False, "the job plans the run on its first node (default where nothing here tells the nodes' hardware)"
     )
     queue_timeout_s: float | None = option(
-        86_400.0, "longest to wait for the job to start (default a day)", bounds=(0, YEAR_S), unit="seconds"
+        float(DAY_S), "longest to wait for the job to start (default a day)", bounds=(0, YEAR_S), unit="seconds"
     )
     environment: tuple[tuple[str, str], ...] = ()
     end_timeout_s: float = 60.0

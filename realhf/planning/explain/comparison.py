@@ -22,8 +22,7 @@ from realhf.planning.options import Option, num_layouts, option_of
 from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import native_problem
-from realhf.planning.problem.simulation import DeviceNeed
+from realhf.planning.problem.native import DeviceNeed, native_problem
 from realhf.planning.search import SearchResult
 from realhf.planning.task import PlanningTask
 
@@ -309,7 +308,7 @@ def _memory(needs: list[DeviceNeed]) -> tuple[DeviceMemory, ...]:
     memory, first = [], 0
     for need, group in groupby(needs):
         devices = (first, len(list(group)))
-        memory.append(DeviceMemory(devices=devices, **{name: round(size) for name, size in asdict(need).items()}))
+        memory.append(DeviceMemory(devices=devices, **{name: round(size) for name, size in need._asdict().items()}))
         first = sum(devices)
     return tuple(memory)
 

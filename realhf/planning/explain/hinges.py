@@ -9,7 +9,6 @@ import numpy as np
 from realhf.planning.intervals import LEVEL, Draws, at_ends, doubt_of, probability_faster, rounded
 from realhf.planning.model.measured import LAYERS, NETWORK, measurement_of
 from realhf.planning.model.profile import PARTS
-from realhf.planning.model.uncertainty import constant
 from realhf.planning.predict import Prediction
 
 SURE = 0.95  # a probability from here on needs no measurement
@@ -68,7 +67,7 @@ def hinges(draws: Draws, plan: Prediction, rivals: dict[str, Prediction]) -> lis
     for number in np.argsort(-np.abs(margin[:, 0] - margin[:, 1]), kind="stable"):
         name = doubt.names[number]
         if margin[number].min() < 0 < margin[number].max():
-            value = 1.0 if name in PARTS else constant(costs.hardware, name)
+            value = 1.0 if name in PARTS else costs.hardware.constant(name)
             low, high = (rounded(value * ends.factors[2 * number + end, number]) for end in (0, 1))
             found.append(
                 Hinge(rival=rival, slower=undecided[rival], constant=name, low=low, high=high,

@@ -17,9 +17,9 @@ from realhf.planning.model.experience import CallError, RunTimes, expected
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.osdp.chooser import Chooser
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.seconds import RankSeconds, crossings
-from realhf.planning.model.sharding import Chooser
 from realhf.planning.model.timings import Timings
 from realhf.planning.model.workload import Workload
 
@@ -37,7 +37,7 @@ class CallModel:
     versions: of the model's parameters that its home keeps.
     factor: by which a run measured the call to be slower than it is computed here.
     seen: finished runs with calls of this model; error: a call's before that (`Costs.call_error`).
-    shares_devices: other calls may run on the same devices (`realhf.planning.model.sharding.rooms`).
+    shares_devices: other calls may run on the same devices (`realhf.planning.model.osdp.chooser.memory_limits`).
     """
 
     call: ModelFunctionCallDef
@@ -168,10 +168,10 @@ class CallModel:
         home_bytes = work.placed.static_bytes(trained=False) + work.gathered_bytes()
         return min(copy_bytes, home_bytes) + work.dynamic_bytes()
 
-    def mix_within(self, strategy: ParallelStrategy, micro_batches: int, room_bytes: int) -> ModeRules | None:
+    def mix_within(self, strategy: ParallelStrategy, micro_batches: int, limit_bytes: int) -> ModeRules | None:
         """The modes of operators with which this training, computed otherwise as here with ZeRO-1, takes the least time
-        while states, and what is gathered of them, take no more than `room_bytes`; None: there are none."""
-        return self._chooser(strategy, micro_batches).within(room_bytes)
+        while states, and what is gathered of them, take no more than `limit_bytes`; None: there are none."""
+        return self._chooser(strategy, micro_batches).within(limit_bytes)
 
     def smallest_mix(self, strategy: ParallelStrategy, micro_batches: int) -> ModeRules | None:
         """The modes of operators with which this training needs the least memory."""
@@ -199,7 +199,7 @@ class CallModel:
         size_bytes = keys * batch_size / parts * self.lengths.tokens * BYTES_PER_TOKEN
         return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
 
-    def room_bytes(self, strategy: ParallelStrategy) -> int:
+    def available_bytes(self, strategy: ParallelStrategy) -> int:
         """What is left of a device beside its communicators: the call's, and those of all devices."""
         own = self.communicators(Layout(DeviceMesh(0, strategy.size), strategy))
         common = of_all_devices(self.cluster.num_devices, moves=self.shares_devices)

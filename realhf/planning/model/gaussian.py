@@ -8,7 +8,7 @@ import numpy as np
 
 from realhf.base.errors import UserError
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.uncertainty import Uncertainty, constant, uncertainty_of, with_constants
+from realhf.planning.model.uncertainty import Uncertainty
 
 _NUGGET = 1e-12  # a variance, for constants that are sure
 _LEAST_NOISE = 1e-6  # a standard deviation, of readings that were all the same
@@ -70,17 +70,17 @@ def square_root(covariance: np.ndarray) -> np.ndarray:
 def narrowed(hardware: Hardware, measured: Mapping[str, tuple[float, float]]) -> Hardware:
     """The description after constants were measured: by name (value, standard deviation of its logarithm). What is
     correlated with them moves along. A constant of which nobody says how sure it is takes the measured value."""
-    stated = uncertainty_of(hardware)
+    stated = hardware.sureness
     names = list(stated.spread)
     known = [name for name in measured if name in stated.spread]
     values_by_name = {name: value for name, (value, _) in measured.items()}
     if not known:
-        return with_constants(hardware, values_by_name)
-    mean = np.log([constant(hardware, name) for name in names])
+        return hardware.with_constants(values_by_name)
+    mean = np.log([hardware.constant(name) for name in names])
     weights = np.array([[float(name == other) for other in names] for name in known])
     values = np.array([math.log(measured[name][0]) for name in known])
     noise = np.array([max(measured[name][1], _LEAST_NOISE) for name in known])
     mean, covariance = observed(mean, covariance_of(stated), weights, values, noise)
     narrower = of_covariance(names, covariance, call_error=stated.call_error, profiled_error=stated.profiled_error)
     values_by_name |= dict(zip(names, map(float, np.exp(mean)), strict=True))
-    return msgspec.structs.replace(with_constants(hardware, values_by_name), uncertainty=narrower)
+    return msgspec.structs.replace(hardware.with_constants(values_by_name), uncertainty=narrower)

@@ -2,19 +2,25 @@
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_fields
-from realhf.planning.model.uncertainty import Uncertainty, is_constant
+from realhf.planning.model.uncertainty import UNSTATED, Uncertainty, place_of
 
 RATES = (1.0, 1e24)  # of bytes and operations a second
 DELAYS_S = (0.0, 1e4)
 MEMORY_BYTES = (1, 2**50)
+MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 CORES = (1, 2**20)
 GIB = 2**30
+KINDS = ("_bandwidth", "_s")  # of constants by the end of their field: rates and delays
+# Constants that a description may leave out, and those that then stand for them.
+OPTIONAL = {"train_launch_s": "layer_launch_s", "inter_node_send_bandwidth": "inter_node_bandwidth"}
 
 
 def in_gib(size_bytes: float) -> str:
@@ -62,7 +68,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     communicator_bytes: that a communicator takes on each of its devices, beside what it sends.
     shares_host_memory: the devices of a node send over the memory of their host.
     device_names: what the driver calls these devices; empty: the description does not say.
-    uncertainty: of these constants; None: as `realhf.planning.model.uncertainty.uncertainty_of` assumes.
+    uncertainty: of these constants; None: as `sureness` assumes.
     threads: of a worker on a CPU; host_memory_bytes, host_cores: of the machine, where its workers share those.
     """
 
@@ -107,13 +113,47 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"name {self.name!r} is no name of a folder, where profiles lie; take letters, digits and -"
             )
         for constant in self.uncertainty.spread if self.uncertainty else ():
-            if not is_constant(self, constant):
+            if not self.has_constant(constant):
                 raise UserError(
                     f"uncertainty: spread has {constant!r}, which is no constant of this description; take names of "
                     "its fields, and matmul_flops[DTYPE]"
                 )
         if not self.matmul_flops:
             raise UserError("matmul_flops must give a rate for at least one dtype")
+
+    def has_constant(self, name: str) -> bool:
+        """Whether the description has such a constant: a rate or a delay, or `matmul_flops[DTYPE]`."""
+        field, key = place_of(name)
+        values = getattr(self, field, None)
+        if field in self.__struct_fields__ and not key:
+            return field.endswith(KINDS)
+        return isinstance(values, dict) and key in values
+
+    def constant(self, name: str) -> float:
+        """The value of a constant; of one that is left out, of what is taken in its place."""
+        field, key = place_of(name)
+        value = getattr(self, field)
+        if key:
+            return float(value[key])
+        return float(getattr(self, OPTIONAL[field]) if value is None else value)
+
+    def with_constants(self, values: Mapping[str, float]) -> "Hardware":
+        """The description with other constants."""
+        fields: dict[str, Any] = {}
+        for name, value in values.items():
+            field, key = place_of(name)
+            fields[field] = {**getattr(self, field), **fields.get(field, {}), key: value} if key else value
+        return msgspec.structs.replace(self, **fields)
+
+    @property
+    def sureness(self) -> Uncertainty:
+        """How sure the description is of its constants, as it says, or as is assumed where it says nothing; constants
+        that are 0 stay so."""
+        if self.uncertainty is not None:
+            return self.uncertainty
+        names = [f"matmul_flops[{dtype}]" for dtype in self.matmul_flops]
+        names += [field for field in self.__struct_fields__ if field.endswith(KINDS) and getattr(self, field)]
+        return Uncertainty(spread=dict.fromkeys(names, UNSTATED))
 
     @property
     def is_gpu(self) -> bool:

@@ -10,7 +10,7 @@ from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import check_fields
 from realhf.planning.model.hardware import RATES, Hardware
 from realhf.planning.model.profile import PARTS, profiles_root
-from realhf.planning.model.uncertainty import SPREAD, place_of, uncertainty_of, with_constants
+from realhf.planning.model.uncertainty import SPREAD, place_of
 
 CONSTANTS_FILE = "constants.json"  # in the folder of the hardware's profiles
 
@@ -99,9 +99,9 @@ def with_measured(hardware: Hardware, root: Path | None = None) -> Hardware:
     values = {name: (one.value, one.spread) for name, one in found.items() if name not in FOUND_BY[NETWORK]}
     hardware = narrowed(hardware, values)
     between = {name: one for name, one in found.items() if name in FOUND_BY[NETWORK]}
-    stated = uncertainty_of(hardware)
+    stated = hardware.sureness
     spread = {name: between[name].spread if name in between else of for name, of in stated.spread.items()}
-    hardware = with_constants(hardware, {name: one.value for name, one in between.items()})
+    hardware = hardware.with_constants({name: one.value for name, one in between.items()})
     return msgspec.structs.replace(hardware, uncertainty=msgspec.structs.replace(stated, spread=spread))
 
 

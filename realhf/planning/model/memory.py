@@ -8,9 +8,9 @@ from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.geometry.layout import ParallelStrategy, stage_layers
 from realhf.planning.model.features import ENGINE, EngineFeatures
+from realhf.planning.model.osdp.units import StageUnits, by_stage
 from realhf.planning.model.sizes import linear_elements, model_sizes
 from realhf.planning.model.timings import kv_bytes_per_token_layer
-from realhf.planning.model.units import StageUnits, by_stage
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
 

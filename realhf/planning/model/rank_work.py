@@ -16,8 +16,8 @@ from realhf.geometry.pipeline_schedule import training_order
 from realhf.planning.model.activations import InFlight, activation_elements, beyond_kept_bytes, kept_bytes
 from realhf.planning.model.lengths import DecodePhase
 from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.osdp.units import StageUnits
 from realhf.planning.model.sizes import largest_units, largest_weight
-from realhf.planning.model.units import StageUnits
 from realhf.planning.model.workload import Workload
 
 # Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB

@@ -11,8 +11,8 @@ from realhf.architecture.decoding import num_buckets
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers, stage_layers
 from realhf.geometry.operators import EMBEDDING, HEAD
 from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.exchange import Exchange
 from realhf.planning.model.lengths import DecodePhase
+from realhf.planning.model.osdp.exchange import Exchange
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import model_sizes, operator_parts
 from realhf.planning.model.timings import ProfiledTimings, Timings

@@ -26,7 +26,6 @@ from realhf.planning.model.profile import (
     ProfilePart,
     TensorTimings,
 )
-from realhf.planning.model.uncertainty import constant, uncertainty_of, with_constants
 
 # `Hardware.call_overhead_s` has what a call prepares, and launches are in the layers.
 NO_OVERHEADS = CallOverheads()
@@ -401,10 +400,9 @@ class Costs:
 
     def scaled(self, factors: Mapping[str, float]) -> "Costs":
         """With the named constants of the hardware and parts of profiles times these factors."""
-        hardware, measured = self.hardware, {part: factors[part] for part in PARTS if part in factors}
-        hardware = with_constants(
-            hardware, {n: f * constant(hardware, n) for n, f in factors.items() if n not in measured}
-        )
+        measured = {part: factors[part] for part in PARTS if part in factors}
+        values = {name: by * self.hardware.constant(name) for name, by in factors.items() if name not in measured}
+        hardware = self.hardware.with_constants(values)
         timings = {
             model: ProfiledTimings.of(known.profile, hardware, measured)
             if isinstance(known, ProfiledTimings)
@@ -416,7 +414,7 @@ class Costs:
     def call_error(self, model: DecoderConfig) -> float:
         """The standard deviation of the logarithm of measured / predicted seconds of a call of this model, where the
         constants or the profile are right. A run is disturbed as the readings of its profile were."""
-        stated, timings = uncertainty_of(self.hardware), self.timings.get(model)
+        stated, timings = self.hardware.sureness, self.timings.get(model)
         if isinstance(timings, ProfiledTimings):
             return math.hypot(stated.profiled_error, timings.profile.spread.get("layers", 0.0))
         return stated.call_error

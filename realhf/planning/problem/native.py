@@ -4,9 +4,9 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
@@ -58,7 +58,7 @@ class Found:
     cost: float
     lower_bound_s: float
     proven: bool
-    trace: tuple[tuple[float, float], ...]
+    trace: Sequence[tuple[float, float]]
     full_evaluations: int
     early_rejections: int
     all_evaluations: int
@@ -67,6 +67,25 @@ class Found:
     @property
     def evaluations(self) -> int:
         return self.full_evaluations + self.early_rejections
+
+
+class Event(NamedTuple):
+    """Node `node` of step `step` ran from `start_s` to `end_s`; its place in `Problem.nodes`. It waited for the events
+    `waits_for`, by their place among all: its parents, and what its devices did before."""
+
+    node: int
+    step: int
+    start_s: float
+    end_s: float
+    waits_for: list[int]
+
+
+class DeviceNeed(NamedTuple):
+    """Bytes on a device: its communicators, each once; with them all that stays there whatever runs; the peak."""
+
+    communicator_bytes: float
+    static_bytes: float
+    peak_bytes: float
 
 
 def num_cores() -> int:
@@ -82,16 +101,45 @@ def native_problem(problem: Problem) -> _search.Problem:
     """
     number = problem.numbers()
 
+    def numbers(names: Iterable[str]) -> list[int]:
+        return [number[name] for name in names]
+
     def table(node: CallTable | TransferTable, **fields: Any) -> dict[str, Any]:
         parents = [(number[parent], steps_back) for parent, steps_back in node.parents]
         return asdict(node) | {"parents": parents} | fields
 
     calls = [table(call, home=number[call.home]) for call in problem.calls]
     transfers = [
-        table(move, source=number[move.source], target=number[move.target], on=tuple(number[call] for call in move.on))
+        table(move, source=number[move.source], target=number[move.target], on=numbers(move.on))
         for move in problem.transfers
     ]
-    return _search.Problem(asdict(problem) | {"calls": calls, "transfers": transfers})
+    kept = [(number[each.source], numbers(each.takers), numbers(each.beside), each.size_bytes) for each in problem.kept]
+    return _search.Problem(asdict(problem) | {"calls": calls, "transfers": transfers, "kept": kept})
+
+
+def simulate(
+    native: _search.Problem, choice: Sequence[int], steps: int, order: Sequence[tuple[int, int]] = ()
+) -> list[Event]:
+    """Algorithm 1 of the ReaL paper over `steps` steps: nodes in the order in which they become ready; ties: the
+    earlier step, then the node's number. Returns the events in that order.
+
+    `order` lists all (node, step) of some nodes, every parent before its children: those that share a device then run
+    in that order. Other transfers remain free to run as soon as they are ready.
+
+    Raises:
+        ValueError: the order breaks an edge.
+    """
+    return [Event(*event) for event in native.trace(choice, steps, order)]
+
+
+def device_needs(native: _search.Problem, choice: Sequence[int]) -> list[DeviceNeed]:
+    """What each device needs: static bytes of all calls placed on it, plus the largest dynamic need of one of them;
+    communicators, and what it takes to send copies.
+
+    A call whose layout is not that of its home holds a copy of its parameters while it runs (`CallTable.spared`), and
+    keeps nothing: the copy is freed, unless others take theirs from it (`Problem.kept`).
+    """
+    return [DeviceNeed(*need) for need in native.device_needs(choice)]
 
 
 def search_problem(native: _search.Problem, request: SearchRequest, watch: Watch = unwatched) -> Found:
@@ -120,21 +168,7 @@ def search_problem(native: _search.Problem, request: SearchRequest, watch: Watch
             solution = future.result()
         finally:
             progress.stop()
-    evaluation = solution["evaluation"]
-    found = Found(
-        choice=solution["plan"],
-        step_s=evaluation["step_time"],
-        peak_bytes=evaluation["peak_bytes"],
-        feasible=evaluation["feasible"],
-        cost=evaluation["cost"],
-        lower_bound_s=solution["lower_bound"],
-        proven=solution["proven"],
-        trace=tuple(solution["trace"]),
-        full_evaluations=solution["search_full"],
-        early_rejections=solution["search_rejected"],
-        all_evaluations=solution["evaluations"],
-        seconds=time.perf_counter() - start,
-    )
+    found = Found(**solution, seconds=time.perf_counter() - start)
     watch(phase, _text(found.step_s if found.feasible else math.inf, found.evaluations))
     return found
 

@@ -42,7 +42,7 @@ def pages(prompts: list[int], limits: list[int], twins: list[int], max_running: 
     choice: Any = SimpleNamespace(
         longest=lambda: np.array(prompts) + np.array(limits) - 1,
         prompt_lengths=np.array(prompts),
-        twins=lambda: twins,
+        first_with_prompt=lambda: twins,
     )
     return _needed_pages(choice, 4, max_running)
 

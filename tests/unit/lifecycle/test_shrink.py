@@ -55,7 +55,7 @@ def test_fewer_workers_make_rollouts_as_stale(tmp_path: Path) -> None:
     assert (plan.num_devices, plan.staleness) == (1, 1)
     assert "actor_rollout" in plan.models
     again = planned_task(run, {})
-    assert (again.staleness, again.staler) == (1, ()), "and so does a run that is planned again"
+    assert (again.staleness, again.more_stale) == (1, ()), "and so does a run that is planned again"
     words = ("--plan", fresh, "--recover", "auto", "--fallback-plan", stale)
     with pytest.raises(UserError, match=r"1\.json says staleness=1 and the run's plan 0; make one with the same"):
         new_run(asked(*words))

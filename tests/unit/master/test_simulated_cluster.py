@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry
 from realhf.master.state import Node
-from realhf.planning.problem.simulation import simulate
+from realhf.planning.problem.native import native_problem, simulate
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 from tests.unit.master.cluster import VirtualCluster, planned_graph
 from tests.unit.master.test_state import random_copies, random_graph, random_plan
@@ -84,7 +84,7 @@ def planned_spans(
         for name, step in plan.unrolled(graph, STEPS)
         for each in ([f"copy for {name}", name] if name in move_seconds else [name])
     ]
-    events = simulate(problem, [0] * len(tables), STEPS, order)
+    events = simulate(native_problem(problem), [0] * len(tables), STEPS, order)
     return {
         Node(event.step, names[event.node]): (event.start_s, event.end_s)
         for event in events

@@ -16,6 +16,7 @@ from realhf.dataflow.graph import (
     ModelInterfaceType,
 )
 from realhf.dataflow.interface import InterfaceConfig
+from realhf.dataflow.pools import Pool
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.cluster import Cluster
@@ -25,6 +26,7 @@ from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
+from realhf.planning.options import Keeps, Option, options_on, options_to_search, pool_meshes
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 from realhf.planning.task import PlanningTask
 
@@ -191,3 +193,15 @@ def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Probl
         communicator_bytes=float(seed % 3 * 2),
         sending_bytes=float(seed % 4 * 3),
     )
+
+
+def call_options(
+    call: ModelFunctionCallDef, batch_size: int, cluster: Cluster, pool: Pool | None = None
+) -> list[Option]:
+    """The options of a call on every mesh of the cluster or of a pool, without chunks, computed as it is set up."""
+    return options_on(pool_meshes(cluster, pool), call, call.mini_batch_size(batch_size))
+
+
+def all_options(task: PlanningTask, keeps: Keeps | None = None) -> dict[str, list[Option]]:
+    """All that a search may choose, by the name of the call."""
+    return {name: options_to_search(task, name, keeps) for name in task.graph.model_calls}

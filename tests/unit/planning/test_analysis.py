@@ -19,11 +19,11 @@ from realhf.planning.model.timings import load_costs
 from realhf.planning.options import Option, options_to_search
 from realhf.planning.predict import predict, predict_in_best_order
 from realhf.planning.problem.builder import STEPS, build_problem
-from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning.graphs import cpu_cluster, ppo, settings, task_of, with_memory
+from tests.unit.planning.simulation import device_needs, makespan_s, simulate
 
 
 def task(devices: int, num_nodes: int = 1, memory: int = 2**32) -> PlanningTask:

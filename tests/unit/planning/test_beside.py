@@ -11,18 +11,16 @@ from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.planning.explain.analysis import BESIDE, analyse
 from realhf.planning.explain.comparison import compare, describe
-from realhf.planning.options import all_options
 from realhf.planning.predict import predict, problem_of
 from realhf.planning.presets import evaluate_presets
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import PlannedFile, load_problem, problem_bytes
 from realhf.planning.problem.native import native_problem
-from realhf.planning.problem.simulation import makespan_s, simulate
-from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import all_options, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.simulation import makespan_s, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,6 @@ def test_the_search_knows_it_and_proves_its_plan_as_python_simulates_it() -> Non
 
 
 def test_problem_files_have_it(tmp_path: Path) -> None:
-    """Version 2 with its time; version 1, which cannot say what occupies no device, without it."""
     of_rule = task(Rule(seconds_per_sample=0.01))
     problem = problem_of(of_rule, all_on((0, 1)))
     path = tmp_path / "problem.json"
@@ -106,8 +103,3 @@ def test_problem_files_have_it(tmp_path: Path) -> None:
     assert again.transfers[0].on == []
     plan = [0] * len(problem.calls)
     assert native_problem(again).evaluate(plan) == native_problem(problem).evaluate(plan)
-    path.write_bytes(problem_bytes(ProblemFile.of(problem, of_rule.graph)))
-    simple = load_problem(path)
-    training = next(call for call in simple.calls if call.name == "actor_train_step")
-    assert ("actor_generate", 0) in training.parents, "by way of the rule"
-    assert not [node.name for node in simple.nodes if node.name == "judge"]

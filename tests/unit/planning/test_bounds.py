@@ -129,8 +129,8 @@ def test_what_cannot_fit_together_is_proven_so(static: int, dynamic: int, fits: 
     calls = [call(name, (first, 2, 1), memory=(static, dynamic)) for name, first in (("a", 0), ("b", 1))]
     given = problem(*calls)
     found = native(given).solve(seed=0, evaluations=100, seconds=0, threads=1, single_moves=True, proves=True)
-    assert found["evaluation"]["feasible"] is fits is (brute_force(given) is not None)
-    assert (found["lower_bound"] == float("inf")) is not fits
+    assert found["feasible"] is fits is (brute_force(given) is not None)
+    assert (found["lower_bound_s"] == float("inf")) is not fits
 
 
 def test_below_a_limit_two_calls_in_conflict_have_but_one_order() -> None:

@@ -302,10 +302,10 @@ def test_a_device_has_room_beside_its_communicators() -> None:
     hardware = structs.replace(ROUND, communicator_bytes=1000.25)
     model = modelled(TRAIN, hardware=hardware)
     strategy = ParallelStrategy(dp=2, tp=2)
-    assert model.room_bytes(strategy) == 2**32 - round((3 + 3) * 1000.25)
+    assert model.available_bytes(strategy) == 2**32 - round((3 + 3) * 1000.25)
     alone = modelled(TRAIN, hardware=hardware, shares_devices=False)
-    assert alone.room_bytes(strategy) == 2**32 - round((3 + 2) * 1000.25)
-    assert alone.room_bytes(ONE) == 2**32 - round(2 * 1000.25)
+    assert alone.available_bytes(strategy) == 2**32 - round((3 + 2) * 1000.25)
+    assert alone.available_bytes(ONE) == 2**32 - round(2 * 1000.25)
     assert model.communicator_bytes(Layout(DeviceMesh(0, 4), strategy)) == 3 * 1000.25
 
 

@@ -241,7 +241,7 @@ class Sharded:
     def under(self, compute: CallCompute) -> "Sharded":
         return Sharded(self.zero1_s, self.sizes, compute)
 
-    def room_bytes(self, strategy: ParallelStrategy) -> int:
+    def available_bytes(self, strategy: ParallelStrategy) -> int:
         return 100
 
     def static_bytes(self, strategy: ParallelStrategy) -> int:
@@ -273,9 +273,9 @@ def test_modes_for_ways_that_may_be_the_fastest(
     asked: list[Any] = []
     mixed = CallCompute(data_parallel=(("*", "sharded"),))
 
-    def mix(of: Any, of_model: Any, way: Any, room_bytes: int) -> CallCompute:
+    def mix(of: Any, of_model: Any, way: Any, limit_bytes: int) -> CallCompute:
         assert (of, of_model) == (task, model)
-        asked.append((way[1], room_bytes, way[2].data_parallel))
+        asked.append((way[1], limit_bytes, way[2].data_parallel))
         return mixed
 
     monkeypatch.setattr(mixes, "_mix", mix)
@@ -292,21 +292,21 @@ def test_modes_for_ways_that_may_be_the_fastest(
     assert list(mixes.mixed_ways(task, SimpleNamespace(name="train"), ways)) == []  # type: ignore[arg-type]
 
 
-def test_modes_in_each_room_that_states_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ways that have fewer rooms are in their smallest one again."""
+def test_modes_in_each_of_the_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways that have fewer limits are within their smallest one again."""
     model: Any = Sharded({1: 1.0, 2: 1.05}, {0: (100, 30), 1: (10, 0), 2: (5, 0)})
     task: Any = SimpleNamespace(call_models={"train": model})
     asked: list[Any] = []
 
-    def rooms(left_bytes: float, zero1_bytes: int, least_bytes: int, *, shares_devices: bool) -> list[int]:
+    def limits(left_bytes: float, zero1_bytes: int, least_bytes: int, *, shares_devices: bool) -> list[int]:
         assert (zero1_bytes, least_bytes, shares_devices) == (100, 30, False)
         return {90: [90, 70], 95: [95]}[int(left_bytes)]
 
-    def mix(of: Any, of_model: Any, way: Any, room_bytes: int) -> CallCompute:
-        asked.append((way[1], room_bytes))
+    def mix(of: Any, of_model: Any, way: Any, limit_bytes: int) -> CallCompute:
+        asked.append((way[1], limit_bytes))
         return CallCompute(data_parallel=(("*", "sharded"),))
 
-    monkeypatch.setattr(mixes, "rooms", rooms)
+    monkeypatch.setattr(mixes, "memory_limits", limits)
     monkeypatch.setattr(mixes, "_mix", mix)
     monkeypatch.setattr(mixes, "has_modes", lambda of, definition: (of, definition.name) == (task, "train"))
     ways: list[Any] = [(ParallelStrategy(), count, CallCompute(data_parallel="fsdp")) for count in (2, 1)]

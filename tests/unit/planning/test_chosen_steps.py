@@ -16,7 +16,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.predict import Prediction, predict_in_best_order
-from realhf.planning.problem.simulation import DeviceNeed
+from realhf.planning.problem.native import DeviceNeed
 from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of

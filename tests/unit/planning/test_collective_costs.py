@@ -5,7 +5,7 @@ import math
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.planning.model.collective_costs import NO_COSTS, CollectiveCost, fitted
+from realhf.planning.model.osdp.collective_costs import NO_COSTS, CollectiveCost, fitted
 
 
 def test_times_on_a_line_give_the_line() -> None:

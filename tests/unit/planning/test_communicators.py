@@ -14,12 +14,12 @@ from realhf.parallel.groups import _collective_groups
 from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.model.communicators import CommunicatorLabels, axes_used, group_key
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.options import Option, call_options, legal_strategies
+from realhf.planning.options import Option, legal_strategies
 from realhf.planning.predict import Prediction, predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
-from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, call, call_options, cpu_cluster, ppo, settings, task_of
 
 EACH = 10_000_000.0  # bytes of a communicator
 TIED = replace(TINY, tied_embeddings=True)

@@ -24,7 +24,7 @@ from realhf.planning.explain.hinges import Hinge
 from realhf.planning.options import Option, option_of
 from realhf.planning.predict import Prediction
 from realhf.planning.presets import PresetResult
-from realhf.planning.problem.simulation import DeviceNeed
+from realhf.planning.problem.native import DeviceNeed
 from realhf.planning.search import SearchResult
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
@@ -296,7 +296,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return ["hinge"]
 
     monkeypatch.setattr(hinge_module, "hinges", hinges)
-    monkeypatch.setattr(intervals, "drawn", lambda task: ("draws", task.staleness, task.staler))
+    monkeypatch.setattr(intervals, "drawn", lambda task: ("draws", task.staleness, task.more_stale))
     monkeypatch.setattr(comparison, "sure", lambda draws, prediction: replace(prediction, transfer_s={"sure": 1.0}))
     monkeypatch.setattr(comparison, "analyse", lambda task, prediction: analysis_of(prediction))
     return asked
@@ -306,8 +306,8 @@ def test_a_searched_plan_is_described_with_what_the_search_knows(stand_ins: dict
     """As the task of its own staleness; rules that fit may be the faster ones."""
     stale = replace(TASK, staleness=1)
     result = result_of(predicted(staleness=1), rules=RULES)
-    found = comparison.describe(replace(TASK, staler=(stale,)), result)
-    assert (found.task.staleness, found.task.staler, found.draws) == (1, (), ("draws", 1, ()))
+    found = comparison.describe(replace(TASK, more_stale=(stale,)), result)
+    assert (found.task.staleness, found.task.more_stale, found.draws) == (1, (), ("draws", 1, ()))
     assert found.heuristic is RULES[0]
     assert found.result is result
     assert found.hinges == ("hinge",)
@@ -321,7 +321,7 @@ def test_a_given_plan_is_predicted_beside_the_heuristic(
 ) -> None:
     prediction = predicted(3.0)
     monkeypatch.setattr(comparison, "predict", lambda task, plan: prediction if plan == prediction.plan else None)
-    monkeypatch.setattr(comparison, "evaluate_preset", lambda name, task: (name, task.staler))
+    monkeypatch.setattr(comparison, "evaluate_preset", lambda name, task: (name, task.more_stale))
     found = comparison.describe(TASK, prediction.plan)
     assert (found.heuristic, found.result) == (("heuristic", ()), None)
     assert (stand_ins["prediction"], stand_ins["rules"]) == (prediction, {})
@@ -425,7 +425,7 @@ def test_the_heuristic_that_has_no_plan() -> None:
 
 
 def test_neighbours_with_the_same_needs_are_one_entry() -> None:
-    other = replace(NEED, peak_bytes=31.0)
+    other = NEED._replace(peak_bytes=31.0)
     memory = comparison._memory([NEED, NEED, other, NEED])
     assert [(each.devices, each.peak_bytes) for each in memory] == [((0, 2), 30), ((2, 1), 31), ((3, 1), 30)]
 

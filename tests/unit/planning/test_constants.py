@@ -7,14 +7,7 @@ from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.uncertainty import (
-    Uncertainty,
-    constant,
-    is_constant,
-    place_of,
-    uncertainty_of,
-    with_constants,
-)
+from realhf.planning.model.uncertainty import Uncertainty, place_of
 
 H100 = load_hardware("h100")
 
@@ -72,7 +65,7 @@ def test_places_of_constants() -> None:
 )
 def test_names_of_constants(name: str, expected: bool) -> None:
     hardware = structs.replace(H100, communicator_bytes=5.0)
-    assert is_constant(hardware, name) == expected
+    assert hardware.has_constant(name) == expected
 
 
 def test_values_of_constants() -> None:
@@ -80,22 +73,22 @@ def test_values_of_constants() -> None:
     hardware = structs.replace(
         H100, train_launch_s=None, layer_launch_s=0.5, inter_node_send_bandwidth=None, inter_node_bandwidth=7.0
     )
-    assert constant(hardware, "train_launch_s") == constant(hardware, "layer_launch_s") == 0.5
-    assert constant(hardware, "inter_node_send_bandwidth") == 7.0
+    assert hardware.constant("train_launch_s") == hardware.constant("layer_launch_s") == 0.5
+    assert hardware.constant("inter_node_send_bandwidth") == 7.0
     own = structs.replace(hardware, train_launch_s=0.0, inter_node_send_bandwidth=3.0)
-    assert (constant(own, "train_launch_s"), constant(own, "inter_node_send_bandwidth")) == (0.0, 3.0)
-    assert constant(own, "matmul_flops[bfloat16]") == H100.matmul_flops["bfloat16"]
+    assert (own.constant("train_launch_s"), own.constant("inter_node_send_bandwidth")) == (0.0, 3.0)
+    assert own.constant("matmul_flops[bfloat16]") == H100.matmul_flops["bfloat16"]
 
 
 def test_a_description_with_other_constants() -> None:
     rates = {"float32": 5.0, "bfloat16": 6.0}
     hardware = structs.replace(H100, matmul_flops=rates)
-    changed = with_constants(hardware, {"matmul_flops[float32]": 7.0, "memory_bandwidth": 2.0})
+    changed = hardware.with_constants({"matmul_flops[float32]": 7.0, "memory_bandwidth": 2.0})
     assert changed == structs.replace(H100, matmul_flops={"float32": 7.0, "bfloat16": 6.0}, memory_bandwidth=2.0)
-    both = with_constants(hardware, {"matmul_flops[float32]": 7.0, "matmul_flops[bfloat16]": 8.0})
+    both = hardware.with_constants({"matmul_flops[float32]": 7.0, "matmul_flops[bfloat16]": 8.0})
     assert both.matmul_flops == {"float32": 7.0, "bfloat16": 8.0}
     assert rates == {"float32": 5.0, "bfloat16": 6.0}
-    assert with_constants(hardware, {}) == hardware
+    assert hardware.with_constants({}) == hardware
 
 
 def test_what_is_assumed_of_a_description_that_says_nothing() -> None:
@@ -109,6 +102,6 @@ def test_what_is_assumed_of_a_description_that_says_nothing() -> None:
         "intra_node_latency_s", "inter_node_bandwidth", "inter_node_latency_s", "layer_launch_s", "decode_launch_s",
         "decode_graph_launch_s", "call_overhead_s", "host_bandwidth",
     ]  # fmt: skip
-    assert uncertainty_of(hardware) == Uncertainty(spread=dict.fromkeys(names, 0.3))
+    assert hardware.sureness == Uncertainty(spread=dict.fromkeys(names, 0.3))
     stated = Uncertainty(spread={"layer_launch_s": 0.1})
-    assert uncertainty_of(structs.replace(hardware, uncertainty=stated)) is stated
+    assert structs.replace(hardware, uncertainty=stated).sureness is stated

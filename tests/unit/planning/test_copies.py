@@ -18,7 +18,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.workload import Workload
 from realhf.planning.predict import predict, problem_of
-from realhf.planning.problem.simulation import device_needs
+from realhf.planning.problem.native import device_needs, native_problem
 from realhf.planning.problem.tables import CallTable, KeptCopy, OptionRow, Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
@@ -106,7 +106,7 @@ def peaks(second: OptionRow, *, takers: int = 1, sending: float = 0.0) -> list[f
         num_devices=3, devices_per_node=3, device_memory_bytes=1e4, steps=2, max_steps_in_flight=2, calls=calls,
         transfers=[], kept=[kept], sending_bytes=sending,
     )  # fmt: skip
-    return [need.peak_bytes for need in device_needs(problem, [0] * len(calls))]
+    return [need.peak_bytes for need in device_needs(native_problem(problem), [0] * len(calls))]
 
 
 def test_a_kept_copy_counts_until_the_taker_has_its_own() -> None:

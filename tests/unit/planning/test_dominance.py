@@ -19,17 +19,17 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
-from realhf.planning.options import Option, all_options, options_to_search
+from realhf.planning.options import Option, options_to_search
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.option_rows import row_of
-from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
 from realhf.planning.problem.tables import OptionRow
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of, with_memory
+from tests.unit.planning.graphs import TINY, all_options, call, cpu_cluster, ppo, settings, task_of, with_memory
+from tests.unit.planning.simulation import device_needs, makespan_s, simulate
 
 CHOICES = ("recomputation", "sequence_parallel", "data_parallel", "offload_states")
 

@@ -5,8 +5,8 @@ Gathers take a second a byte, reduce-scatters three and all-reduces two; element
 
 import pytest
 
-from realhf.planning.model.exchange import Exchange
-from realhf.planning.model.units import Piece, StageUnits
+from realhf.planning.model.osdp.exchange import Exchange
+from realhf.planning.model.osdp.units import Piece, StageUnits
 
 EMBEDDING, POSITIONS = Piece(-1, "embedding", 1.0, 10), Piece(-1, "positions", 1.0, 5)
 Q, GATE, UP = Piece(0, "q", 1.0, 40), Piece(0, "gate", 0.5, 0), Piece(0, "up", 1.0, 20)

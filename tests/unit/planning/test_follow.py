@@ -8,15 +8,15 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.options import Option, call_options
+from realhf.planning.options import Option
 from realhf.planning.predict import predict, steps_to_simulate
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, reallocation_table
-from realhf.planning.problem.simulation import makespan_s, simulate
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.realloc.plan.planner import plan_between
-from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, call_options, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.simulation import makespan_s, simulate
 
 NAME = "ref_follows_actor"
 CPU = load_hardware("cpu")

@@ -20,12 +20,12 @@ from realhf.planning.model.reallocation import (
     moved_to_groups,
     with_groups,
 )
-from realhf.planning.options import Option, call_options
+from realhf.planning.options import Option
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import reallocation_table
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
-from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, call_options, cpu_cluster, ppo, settings, task_of
 
 CLUSTER = cpu_cluster(4, 2, 2**34)
 CPU = load_hardware("cpu")

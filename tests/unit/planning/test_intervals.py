@@ -25,13 +25,13 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import load_costs
-from realhf.planning.model.uncertainty import Uncertainty, uncertainty_of
-from realhf.planning.options import all_options, chosen
+from realhf.planning.model.uncertainty import Uncertainty
+from realhf.planning.options import chosen
 from realhf.planning.predict import predict
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import LENGTHS, ppo, task_of
+from tests.unit.planning.graphs import LENGTHS, all_options, ppo, task_of
 
 CPU, H100 = load_hardware("cpu"), load_hardware("h100")
 SURE = Uncertainty(spread={}, call_error=0.0, profiled_error=0.0)
@@ -65,7 +65,7 @@ def test_a_draw_is_the_prediction_with_its_constants(seed: int) -> None:
     that of the prediction, so that a step is compared where nothing changes."""
     of = task(H100, nodes=2)
     prediction = predict(of, random_plan(of, seed))
-    names = tuple(uncertainty_of(H100).spread)
+    names = tuple(H100.sureness.spread)
     factors = np.exp(np.random.default_rng(seed).normal(0, 0.5, (3, len(names))))
     found = Draws(of, names, np.concatenate([factors, np.ones((1, len(names)))]), errors=False).of(prediction)
     assert found.step_s[-1] == pytest.approx(prediction.step_s, rel=1e-12)
@@ -84,7 +84,7 @@ def test_a_draw_is_the_prediction_with_its_constants(seed: int) -> None:
 def test_intervals_contain_the_prediction_and_widen_with_the_spread(seed: int, hardware: Hardware) -> None:
     of = task(hardware)
     prediction = predict(of, random_plan(of, seed))
-    stated = uncertainty_of(hardware)
+    stated = hardware.sureness
     last_width = 0.0
     for scale in (0.0, 0.5, 1.0, 2.0):
         spread = {name: scale * value for name, value in stated.spread.items()}
@@ -115,7 +115,7 @@ def test_one_of_two_plans_is_faster(one: int, other: int) -> None:
 def test_what_all_plans_share_cancels_in_a_comparison() -> None:
     """A machine that may be twice as slow says nothing of which plan is faster."""
     of = task()
-    alike = Uncertainty(spread=dict(uncertainty_of(CPU).spread), correlation=(), call_error=0.0)
+    alike = Uncertainty(spread=dict(CPU.sureness.spread), correlation=(), call_error=0.0)
     rates = [name for name in alike.spread if "bandwidth" in name or "flops" in name]
     count = len(alike.spread)
     signs = np.array([-1.0 if name in rates else 1.0 for name in alike.spread])

@@ -86,7 +86,7 @@ def chosen(
     """The number of micro-batches of each call in so many bytes of a device."""
     mapper = Mapper(TASK)
     by_name = {each.name: each for each in calls}
-    monkeypatch.setattr(mapper, "_room", lambda: room)
+    monkeypatch.setattr(mapper, "_left_bytes", lambda: room)
     monkeypatch.setattr(mapper, "_ranked", lambda of, devices: of.options if devices == 2 else [])
     monkeypatch.setattr(mapper, "_home", lambda of: by_name[of.home])
     monkeypatch.setattr(mapping, "_static", lambda of, option: of.sizes[option.micro_batches][0])
@@ -180,7 +180,7 @@ def test_the_room_of_a_device_is_beside_the_communicators_of_all() -> None:
     """The world's, that of moves and that of data."""
     hardware = structs.replace(TASK.costs.hardware, communicator_bytes=100.0)
     task = replace(TASK, costs=replace(TASK.costs, hardware=hardware))
-    assert Mapper(task)._room() == task.cluster.device_memory_bytes - 300
+    assert Mapper(task)._left_bytes() == task.cluster.device_memory_bytes - 300
     model = task.call_models["critic_train_step"]
     option = Option(Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2)), 1)
     own = model.communicator_bytes(option.layout)

@@ -33,8 +33,7 @@ from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import native_problem
-from realhf.planning.problem.simulation import device_needs
+from realhf.planning.problem.native import device_needs, native_problem
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
@@ -489,7 +488,7 @@ def test_the_cache_that_graphs_keep_is_there_in_training() -> None:
             dtype="bfloat16",
         )  # fmt: skip
         problem = build_problem(task, options)
-        needed = max(need.peak_bytes for need in device_needs(problem, [0] * len(problem.calls)))
+        needed = max(need.peak_bytes for need in device_needs(native_problem(problem), [0] * len(problem.calls)))
         assert native_problem(problem).evaluate([0] * len(problem.calls))["peak_bytes"] == pytest.approx(needed)
         return needed
 

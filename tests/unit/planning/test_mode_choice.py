@@ -13,11 +13,10 @@ from realhf.architecture.model import DecoderConfig, Experts
 from realhf.dataflow.graph import TRAIN_STEP
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.operators import slice_modes
-from realhf.planning.model import sharding
-from realhf.planning.model.exchange import Exchange
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.sharding import (
+from realhf.planning.model.osdp import chooser as choosing
+from realhf.planning.model.osdp.chooser import (
     Chooser,
     _Alike,
     _alike,
@@ -27,10 +26,11 @@ from realhf.planning.model.sharding import (
     _Slice,
     _solved,
     compact,
-    rooms,
+    memory_limits,
     sharded_text,
 )
-from realhf.planning.model.units import by_stage
+from realhf.planning.model.osdp.exchange import Exchange
+from realhf.planning.model.osdp.units import by_stage
 from tests.unit.planning.graphs import TINY, call, work_of
 
 # In float32 q and o have 1 MiB, k and v 128 KiB, gate, up and down 4 MiB, embedding and head 2 MiB.
@@ -69,7 +69,7 @@ def chooser(
 )
 def test_room_for_states(left: float, shares: bool, expected: list[int]) -> None:
     """A quarter, a half and three quarters of the 80 bytes that sharding can save, where others need memory, too."""
-    assert rooms(left, 1200, 1120, shares_devices=shares) == expected
+    assert memory_limits(left, 1200, 1120, shares_devices=shares) == expected
 
 
 LAYER_KINDS = {"q": (64, 64), "k": (64, 64), "v": (64, 64), "o": (64, 64), "gate": (128, 64), "up": (128, 64),
@@ -132,18 +132,13 @@ def test_choices_of_the_solver() -> None:
 
 
 def test_what_the_solver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one step of one batch; nothing is asked of room below 0."""
+    """Nothing is asked of memory below 0."""
     asked: list[Any] = []
-    monkeypatch.setattr(sharding._search, "solve_osdp", lambda **values: asked.append(values) or {"feasible": False})
+    monkeypatch.setattr(choosing._search, "solve_osdp", lambda *words: asked.append(words) or {"feasible": False})
     row = (3, 7, ((1.0, 10, False),))
     assert _solved((row,), 12345) is None
     assert _solved((row,), -1) is None
-    assert asked == [
-        {
-            "operators": (row,), "memory_bytes": 12345, "bytes_per_sample": 0, "seconds_per_sample": 0.0,
-            "min_batch": 1, "max_batch": 1, "time_limit_s": 1.0,
-        }
-    ]  # fmt: skip
+    assert asked == [((row,), 12345)]
 
 
 @pytest.mark.parametrize(

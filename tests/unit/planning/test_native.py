@@ -19,9 +19,9 @@ from realhf.planning.request import SearchBudget
 from tests.unit.planning.graphs import TINY, cpu_cluster
 
 SOLUTION: dict[str, Any] = {
-    "plan": [1, 2], "lower_bound": 0.25, "proven": True, "trace": [(0.1, 2.0), (0.2, 1.0)], "search_full": 1000,
-    "search_rejected": 234, "evaluations": 5000,
-    "evaluation": {"step_time": 1.23456, "peak_bytes": 7.0, "feasible": True, "cost": 9.0},
+    "choice": [1, 2], "step_s": 1.23456, "peak_bytes": 7.0, "feasible": True, "cost": 9.0, "lower_bound_s": 0.25,
+    "proven": True, "trace": [(0.1, 2.0), (0.2, 1.0)], "full_evaluations": 1000, "early_rejections": 234,
+    "all_evaluations": 5000,
 }  # fmt: skip
 
 
@@ -72,11 +72,7 @@ def test_the_answer_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
         "seed": 3, "evaluations": 5000, "seconds": 0.0, "threads": 2, "single_moves": True, "proves": False,
         "starts": [[0, 1]],
     }  # fmt: skip
-    assert vars(found) == {
-        "choice": [1, 2], "step_s": 1.23456, "peak_bytes": 7.0, "feasible": True, "cost": 9.0, "lower_bound_s": 0.25,
-        "proven": True, "trace": ((0.1, 2.0), (0.2, 1.0)), "full_evaluations": 1000, "early_rejections": 234,
-        "all_evaluations": 5000, "seconds": 3.0,
-    }  # fmt: skip
+    assert vars(found) == SOLUTION | {"seconds": 3.0}
     assert found.evaluations == 1234
     phase = "searching, 5,000 plans"
     assert said == [(phase, ""), (phase, "best 1.23 s a step after 1,234 plans")]
@@ -87,7 +83,7 @@ def test_seconds_go_before_a_number_of_plans(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 6} if process == 0 else set())
     assert num_cores() == 3
     request = SearchRequest(budget=SearchBudget(evaluations=5000, seconds=2.5))
-    nothing = SOLUTION | {"evaluation": SOLUTION["evaluation"] | {"feasible": False}}
+    nothing = SOLUTION | {"feasible": False}
     _, asked, said = searched(monkeypatch, request, nothing, waits=1)
     assert (asked["evaluations"], asked["seconds"], asked["threads"]) == (0, 2.5, 3)
     assert (asked["seed"], asked["single_moves"], asked["proves"], asked["starts"]) == (0, False, True, ())

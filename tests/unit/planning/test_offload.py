@@ -17,11 +17,11 @@ from realhf.planning.options import Option
 from realhf.planning.predict import predict, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
-from realhf.planning.problem.simulation import makespan_s, simulate
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.simulation import makespan_s, simulate
 
 HOST = load_hardware("cpu").host_bandwidth
 COUNT = parameter_count(TINY)

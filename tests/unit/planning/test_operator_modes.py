@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from realhf.architecture.compute import MODES
 from realhf.base.errors import UserError
-from realhf.planning.model import operator_modes
-from realhf.planning.model.collective_costs import CollectiveCost, CollectiveCosts
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import (
-    MODES,
+from realhf.planning.model.osdp import problem as osdp_problem
+from realhf.planning.model.osdp.collective_costs import CollectiveCost, CollectiveCosts
+from realhf.planning.model.osdp.problem import (
     MOST_SLICES,
     SMALLEST_SLICED_BYTES,
     Links,
@@ -251,7 +251,7 @@ def test_the_best_of_several_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ([fast, slow], [slow, fast]):
         ticks = iter((10.0, 12.5))
         clock = SimpleNamespace(perf_counter=lambda ticks=ticks: next(ticks))
-        monkeypatch.setattr(operator_modes, "time", clock)
+        monkeypatch.setattr(osdp_problem, "time", clock)
         found = solve(given, range(1, 4))
         assert (found.problem, found.batch) == (fast, 3)
         assert found.slices == ((1, 0, 0),)
@@ -268,7 +268,7 @@ def test_the_time_limit_is_that_of_each_problem(monkeypatch: pytest.MonkeyPatch)
         seen.append(given)
         return found
 
-    monkeypatch.setattr(operator_modes, "_solution", solution)
+    monkeypatch.setattr(osdp_problem, "_solution", solution)
     a, b = problem(), problem(operator("b"))
     solve([a, b], range(2, 3), time_limit_s=7.0)
     assert seen == [(a, range(2, 3), 7.0), (b, range(2, 3), 7.0)]
@@ -286,8 +286,8 @@ def test_what_the_solver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.update(values)
         return {"smallest_fixed_bytes": 25, "slices": [[1, 1, 1], [0, 1, 0]]}
 
-    monkeypatch.setattr(operator_modes._search, "solve_osdp", solver)
-    found: Any = operator_modes._solution(given, range(2, 6), 9.0)
+    monkeypatch.setattr(osdp_problem._search, "solve_osdp", solver)
+    found: Any = osdp_problem._solution(given, range(2, 6), 9.0)
     a, b = given.operators
 
     def rows(op: Operator, *modes: Any) -> list[tuple[float, int, bool]]:
@@ -306,10 +306,10 @@ def test_what_the_solver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["smallest_fixed_bytes"] == 3 + 100  # 25 / 12, rounded up
     assert found["slices"] == [[1, 1, 1], [0, 1, 0]]
     monkeypatch.setattr(
-        operator_modes._search, "solve_osdp",
+        osdp_problem._search, "solve_osdp",
         lambda **_: {"smallest_fixed_bytes": 24, "slices": [[0, 0, 3], [0, 0, 1]]},
     )  # fmt: skip
-    found = operator_modes._solution(given, range(2, 6), 9.0)
+    found = osdp_problem._solution(given, range(2, 6), 9.0)
     assert found["slices"] == [[0, 0, 3], [0, 1, 0]], "the other stands for sharded"
     assert found["smallest_fixed_bytes"] == 2 + 100
 

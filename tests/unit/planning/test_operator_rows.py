@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.planning.model.collective_costs import CollectiveCost, CollectiveCosts
 from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import Links, Operator, OsdpPlan, OsdpProblem, solve, uniform_plan
-from realhf.planning.model.operator_rows import (
+from realhf.planning.model.osdp.collective_costs import CollectiveCost, CollectiveCosts
+from realhf.planning.model.osdp.problem import Links, Operator, OsdpPlan, OsdpProblem, solve, uniform_plan
+from realhf.planning.model.osdp.table import (
     WIDEST_NAME,
     OperatorRow,
     aligned,

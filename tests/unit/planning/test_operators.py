@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from realhf.architecture.compute import MODES
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.errors import UserError
-from realhf.planning.model.operator_modes import MODES, Links, OsdpProblem
-from realhf.planning.model.operators import Training, decoder_problem
+from realhf.planning.model.osdp.decoder import decoder_problem
+from realhf.planning.model.osdp.problem import Links, OsdpProblem
 
 # 64 hidden, keys and values of 32, 96 intermediate, 256 tokens in the vocabulary; samples of 32 tokens.
 SMALL = DecoderConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=256)
@@ -20,8 +21,9 @@ KEPT = {"q": 2 * 64 + 2 * 64, "k": 2 * 32, "v": 32, "o": 64, "gate": 2 * 64 + 96
 
 
 def problem(model: DecoderConfig = SMALL, **changes: Any) -> OsdpProblem:
-    fields = {"sequence_length": TOKENS, "flops": 1e6, "links": LINKS, "memory_bytes": 2**30}
-    return decoder_problem(model, Training(**{**fields, **changes}))
+    own = {name: changes.pop(name) for name in ("sequence_length", "flops", "dtype") if name in changes}
+    given = OsdpProblem(**{"operators": (), "links": LINKS, "memory_bytes": 2**30} | changes)
+    return decoder_problem(model, given, **{"sequence_length": TOKENS, "flops": 1e6} | own)
 
 
 def by_name(found: OsdpProblem) -> dict[str, tuple[int, int, float]]:

@@ -15,8 +15,8 @@ from realhf.planning.model.cluster import Cluster, device_meshes, share_a_node
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
-from realhf.planning.options import call_options, legal_strategies, micro_batch_counts
-from tests.unit.planning.graphs import LENGTHS, TINY, Stub, call, call_model, cpu_cluster, ppo
+from realhf.planning.options import legal_strategies, micro_batch_counts
+from tests.unit.planning.graphs import LENGTHS, TINY, Stub, call, call_model, call_options, cpu_cluster, ppo
 
 
 def test_meshes_are_parts_of_a_node_or_whole_nodes() -> None:

@@ -13,18 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf import cli
+from realhf.architecture.compute import MODES, Mode
 from realhf.architecture.model import DecoderConfig, model_type
 from realhf.base.errors import UserError
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.model import operator_modes
 from realhf.planning.model.activations import activation_elements
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import (
-    MODES,
-    PAPER_MODES,
+from realhf.planning.model.osdp import problem as osdp_problem
+from realhf.planning.model.osdp.decoder import decoder_problem
+from realhf.planning.model.osdp.problem import (
     Links,
-    Mode,
     Operator,
     OsdpPlan,
     OsdpProblem,
@@ -33,9 +32,10 @@ from realhf.planning.model.operator_modes import (
     solve,
     uniform_plan,
 )
-from realhf.planning.model.operators import Training, decoder_problem
-from realhf.planning.osdp import OsdpRequest
+from realhf.planning.model.osdp.request import OsdpRequest
 from tests.waiting import PATIENCE_S
+
+PAPER_MODES: tuple[Mode, ...] = ("replicated", "sharded")
 
 SMALL = DecoderConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=256)
 
@@ -253,14 +253,9 @@ def test_fourteen_operators_in_four_slices(seed: int) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("memory_gib", [35, 50, 80, 140, 200])
 def test_never_worse_than_one_mode_for_all(memory_gib: int, recompute: bool) -> None:
-    training = Training(
-        sequence_length=1024,
-        flops=4e14,
-        links=Links.ring(load_hardware("h100"), 8, launch_s=1e-5),
-        memory_bytes=memory_gib * GIB,
-        recompute=recompute,
-    )
-    whole = decoder_problem(model_type("llama7b"), training)
+    links = Links.ring(load_hardware("h100"), 8, launch_s=1e-5)
+    given = OsdpProblem(operators=(), links=links, memory_bytes=memory_gib * GIB, recompute=recompute)
+    whole = decoder_problem(model_type("llama7b"), given, sequence_length=1024, flops=4e14)
     problems = [sliced(whole, slices) for slices in (1, 4)]
     plan = solve(problems, range(1, 129))
     fitting = [other for p in problems for mode in MODES if (other := uniform_plan(p, mode, range(1, 129)))]
@@ -351,7 +346,7 @@ def test_a_plan_is_proven_where_all_slicings_are(monkeypatch: pytest.MonkeyPatch
 
     def plan_of(*solutions: dict[str, object]) -> OsdpPlan:
         rest = iter(solutions)
-        monkeypatch.setattr(operator_modes, "_solution", lambda *_: next(rest))
+        monkeypatch.setattr(osdp_problem, "_solution", lambda *_: next(rest))
         return solve([problem] * len(solutions), range(1, 2))
 
     assert [plan_of(*each).proven for each in ((found,), (found, found), (found, other), (other, found))] == [
@@ -398,10 +393,10 @@ def test_an_infeasible_problem_says_what_would_do() -> None:
 
 def test_operators_of_a_decoder_add_up() -> None:
     links = Links(num_devices=8, latency_s=0, seconds_per_byte=1e-10)
-    training = Training(sequence_length=32, flops=1e12, links=links, memory_bytes=GIB)
+    training = OsdpProblem(operators=(), links=links, memory_bytes=GIB)
     plain = replace(SMALL, mlp="plain")
     for model in (SMALL, SMALL.with_head("scalar"), replace(SMALL, tied_embeddings=True), plain):
-        problem = decoder_problem(model, training)
+        problem = decoder_problem(model, training, sequence_length=32, flops=1e12)
         assert sum(op.parameter_bytes for op in problem.operators) == 2 * parameter_count(model)
         assert sum(op.state_bytes for op in problem.operators) == 16 * parameter_count(model)
         layers = sum(op.activation_bytes for op in problem.operators if op.kind not in ("embedding", "head"))
@@ -411,7 +406,7 @@ def test_operators_of_a_decoder_add_up() -> None:
         flops = 32 * (6 * matrices + model.num_layers * 6 * 32 * 64)
         assert problem.seconds_per_sample == pytest.approx(flops / 1e12)
         assert problem.bytes_per_sample == layers + 3 * 32 * outputs * 4
-        again = decoder_problem(model, replace(training, recompute=True))
+        again = decoder_problem(model, replace(training, recompute=True), sequence_length=32, flops=1e12)
         kept = 2 * 32 * (model.num_layers * 64 + activation_elements(model, 1))  # inputs of layers, and one layer
         assert again.bytes_per_sample == kept + 3 * 32 * outputs * 4
 

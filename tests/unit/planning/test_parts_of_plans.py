@@ -22,7 +22,7 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.predict import Prediction, fastest_order, possible_orders, steps_to_simulate
 from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets, hybridflow, rule_plan
-from realhf.planning.problem.simulation import DeviceNeed, Event
+from realhf.planning.problem.native import DeviceNeed, Event
 from realhf.planning.request import unwatched
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
@@ -63,22 +63,22 @@ def test_the_kind_of_a_span(node: int, on: list[str], kind: str) -> None:
         calls=NAMES[:2],
         transfers=[SimpleNamespace(on=["b"])] * (node - 2) + [SimpleNamespace(on=on)],
     )
-    simulation: Any = SimpleNamespace(devices=[set()] * node + [{16, 8, 1}])
-    found = analysis._span(problem, simulation, Event(node, 3, 1.0, 2.0))
+    found = analysis._span(problem, (1, 8, 16), Event(node, 3, 1.0, 2.0, []))
     assert found == Span(NAMES[node], kind, 3, 1.0, 2.0, (1, 8, 16))
 
 
 def chain(spans: Sequence[Span], parents: Mapping[int, Sequence[int]]) -> dict[str, float]:
-    """Of events one for each span, in this order, of nodes by these numbers."""
-    events = [Event(node, span.step, span.start_s, span.end_s) for node, span in enumerate(spans)]
-    simulation: Any = SimpleNamespace(
-        parents=lambda step, node: [(spans[parent].step, parent) for parent in parents.get(node, ())]
-    )
-    return analysis._chain(simulation, events, tuple(spans), max(span.end_s for span in spans))
+    """Of events one for each span, in this order, of nodes by these numbers, which also wait for their devices."""
+    before = [[n for n in range(number) if {*spans[n].devices} & {*span.devices}] for number, span in enumerate(spans)]
+    events = [
+        Event(node, span.step, span.start_s, span.end_s, [*parents.get(node, ()), *before[node]])
+        for node, span in enumerate(spans)
+    ]
+    return analysis._chain(events, spans, max(span.end_s for span in spans))
 
 
 def test_the_longest_chain_goes_back_over_what_was_waited_for() -> None:
-    """Over a parent on another device, and over what used the same device; not over what ended later or earlier."""
+    """Over a parent on another device, and over what used the same device; not over what ended earlier."""
     spans = [
         Span("a", COMPUTE, 0, 0.0, 2.0, (0,)),
         Span("other", COMPUTE, 0, 0.0, 1.0, (1,)),
@@ -89,7 +89,7 @@ def test_the_longest_chain_goes_back_over_what_was_waited_for() -> None:
         Span("elsewhere", COMPUTE, 0, 6.0, 7.0, (3,)),
         Span("a", COMPUTE, 1, 7.0, 8.0, (1,)),
     ]
-    found = chain(spans, {2: [0], 5: [2, 4], 7: [1]})
+    found = chain(spans, {2: [0], 5: [2], 7: [1]})
     assert found == pytest.approx({"b": 0.5, "a": 0.375, "transfer": 0.125})
     assert list(found) == ["b", "a", "transfer"]
 
@@ -132,14 +132,15 @@ def test_the_busiest_device_of_an_analysis(monkeypatch: pytest.MonkeyPatch) -> N
 
     def simulate(of: Any, choice: Any, steps: int, order: Any) -> list[Event]:
         assert (of, choice, steps, order) == (problem, [0, 0], 2, "order")
-        return [Event(0, 0, 0.0, 3.0), Event(1, 0, 3.0, 4.0)]
+        return [Event(0, 0, 0.0, 3.0, []), Event(1, 0, 3.0, 4.0, [0])]
 
     monkeypatch.setattr(analysis, "problem_of", lambda task, of: problem if (task, of) == (TASK, plan) else None)
-    monkeypatch.setattr(analysis, "Simulation", lambda of, choice: ("simulation", of, choice))
+    monkeypatch.setattr(analysis, "native_problem", lambda of: of)
+    monkeypatch.setattr(analysis, "occupied", lambda of, choice: [(1, 2), (0,)])
     monkeypatch.setattr(analysis, "sequence_of", lambda *words: "order" if words == (plan, TASK.graph, problem) else "")
     monkeypatch.setattr(analysis, "simulate", simulate)
     monkeypatch.setattr(analysis, "_span", lambda *words: next(spans))
-    monkeypatch.setattr(analysis, "_chain", lambda simulation, events, spans, whole_s: {"whole": whole_s})
+    monkeypatch.setattr(analysis, "_chain", lambda events, spans, whole_s: {"whole": whole_s})
     found = analysis.analyse(TASK, predicted(2.0, plan=plan))
     assert (found.busiest_device, found.busy, found.chain) == (1, 0.75, {"whole": 4.0})
     assert found.tokens_per_s == 256 / 2.0
@@ -232,9 +233,9 @@ def test_the_fastest_of_the_possible_orders(monkeypatch: pytest.MonkeyPatch) -> 
     names = list(task.graph.nodes)
     plan = ExecutionPlan(num_devices=4, calls={})
 
-    def trace(choice: Sequence[int], steps: int) -> list[tuple[int, int, float, float]]:
-        assert (choice, steps) == ([1, 2], 12)
-        return [(1, 0, 5.0, 6.0), (len(names), 0, 1.0, 2.0), (0, 1, 7.0, 8.0)]
+    def trace(choice: Sequence[int], steps: int, order: Any) -> list[tuple[int, int, float, float, list[int]]]:
+        assert (choice, steps, order) == ([1, 2], 12, ())
+        return [(1, 0, 5.0, 6.0, []), (len(names), 0, 1.0, 2.0, []), (0, 1, 7.0, 8.0, [])]
 
     def possible(starts: Any, of: Any, graph: Any, batch_size: int) -> list[Any]:
         assert starts == [(names[1], 0, 5.0), (names[0], 1, 7.0)]

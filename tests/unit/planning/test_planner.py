@@ -169,7 +169,7 @@ def test_the_task_of_an_experiment(costs: list[Any]) -> None:
     assert (task.batch_size, task.max_steps_in_flight, task.dtype) == (8, 2, "float32")
     assert (task.offload, task.may_offload, task.cluster) == (("reward",), False, cluster)
     assert task.costs == replace(TASK.costs, call_factors={"actor_generate": 2.0})
-    assert (task.staleness, task.staler, task.mixed) == (0, (), frozenset(models))
+    assert (task.staleness, task.more_stale, task.mixed) == (0, (), frozenset(models))
     assert set(task.open_choices) == set(models)
     assert "recomputation" in task.open_choices["actor"]
     assert (task.workload.prompt_tokens, task.workload.new_tokens) == (EXPERIMENT.dataset.lengths()["prompt"].mean, 9)
@@ -226,13 +226,13 @@ def test_larger_models_have_the_settings_of_published_measurements(costs: list[A
 
 
 def test_the_staleness_of_a_task_may_be_open(costs: list[Any]) -> None:
-    """The task is of the first, and the others are in `staler`, each with the steps in flight that it needs."""
+    """The task is of the first, and the others are in `more_stale`, each with the steps in flight that it needs."""
     task = task_of(EXPERIMENT, cpu_cluster(2), stalenesses=(0, 1, 2))
-    tasks = [task, *task.staler]
+    tasks = [task, *task.more_stale]
     assert [each.staleness for each in tasks] == [0, 1, 2]
     assert [each.max_steps_in_flight for each in tasks] == [2, 2, 3]
     assert ["actor_rollout" in each.graph.models for each in tasks] == [False, True, True]
-    assert [each.staler for each in task.staler] == [(), ()]
+    assert [each.more_stale for each in task.more_stale] == [(), ()]
     assert "actor_rollout" in costs[0][0]
     assert "actor_rollout" in costs[0][1]["of_models"]
 
@@ -333,7 +333,7 @@ def failing(
         raise next(left)
 
     experiment = settings_of(monkeypatch)
-    task = replace(TASK, staler=(replace(TASK, staleness=1),) * (len(errors) - 1))
+    task = replace(TASK, more_stale=(replace(TASK, staleness=1),) * (len(errors) - 1))
     monkeypatch.setattr(planner, "search_plan", search)
     monkeypatch.setattr(planner, "smallest_peak_bytes", lambda of: smallest if of is task else 0)
     monkeypatch.setattr(planner, "find_remedies", lambda of: "remedies" if of is task else "")
@@ -369,7 +369,7 @@ def test_one_staleness_that_has_a_plan_is_enough(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(planner, "search_plan", search)
     monkeypatch.setattr(planner, "_least_stale", list)
-    assert search_for(experiment, replace(TASK, staler=(stale,))) == [stale]
+    assert search_for(experiment, replace(TASK, more_stale=(stale,))) == [stale]
 
 
 @pytest.mark.parametrize(

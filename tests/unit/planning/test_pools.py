@@ -11,12 +11,12 @@ from realhf.geometry.layout import DeviceMesh
 from realhf.planning.explain.comparison import best_alternatives
 from realhf.planning.explain.remedies import smallest_peak_bytes
 from realhf.planning.model.cluster import device_meshes
-from realhf.planning.options import call_options, pool_meshes
+from realhf.planning.options import pool_meshes
 from realhf.planning.presets import evaluate_presets
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import call_options, cpu_cluster, ppo, settings, task_of
 
 ACTOR, CRITIC = Pool("actor", devices=range(0, 2)), Pool("critic", devices=range(2, 4))
 POOLS = {"actor": ACTOR, "ref": ACTOR, "critic": CRITIC, "reward": CRITIC}

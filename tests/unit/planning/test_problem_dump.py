@@ -13,20 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
-from realhf.planning import _search
-from realhf.planning.options import call_options
+from realhf.dataflow.graph import DataflowGraph
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import PlannedFile, load_problem, problem_bytes
 from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
-from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
-from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning import graphs
-from tests.unit.planning.evaluate_plan import evaluate
-from tests.unit.planning.problem_files import named, random_plan
+from tests.unit.planning.graphs import call_options
+from tests.unit.planning.problem_files import random_plan
+from tests.unit.planning.simulation import device_needs, makespan_s, simulate
 
 
 def planned(staleness: int = 0, in_flight: int = 2, memory: int = 2**32) -> tuple[Problem, DataflowGraph]:
@@ -35,11 +32,6 @@ def planned(staleness: int = 0, in_flight: int = 2, memory: int = 2**32) -> tupl
     cluster = graphs.cpu_cluster(2, num_nodes=2, memory=memory)
     task = PlanningTask(graph=graph, max_steps_in_flight=in_flight, **graphs.settings(graph, cluster))
     return build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()}), graph
-
-
-def simple(problem: Problem, graph: DataflowGraph) -> _search.Problem:
-    """The engine's problem of a file of version 1."""
-    return native_problem(ProblemFile.of(problem, graph).problem())
 
 
 @given(st.integers(0, 2), st.integers(1, 5), st.integers(0, 10**9))
@@ -70,62 +62,6 @@ def test_a_solved_file_is_the_planners_plan(tmp_path: Path) -> None:
     assert solved.step_s == pytest.approx(planner.step_s, rel=1e-12)
     assert solved.lower_bound_s == pytest.approx(planner.lower_bound_s, rel=1e-12)
     assert solved.trace[-1][1] >= solved.step_s * (1 - 1e-9)
-
-
-@given(st.integers(0, 2), st.integers(1, 5), st.integers(0, 10**9))
-@settings(max_examples=10, deadline=None)
-def test_the_simpler_file_means_what_the_format_says(staleness: int, in_flight: int, seed: int) -> None:
-    file = ProblemFile.of(*planned(staleness, in_flight))
-    content, rng = json.loads(problem_bytes(file)), random.Random(seed)
-    found = native_problem(file.problem())
-    for _ in range(5):
-        plan = random_plan(content, rng)
-        expected = evaluate(content, named(content, plan))
-        got = found.evaluate(plan)
-        assert got["step_time"] == expected["us_per_step"]
-        assert (got["peak_bytes"], got["feasible"]) == (expected["peak_bytes"], expected["feasible"])
-
-
-def test_the_simpler_file_is_exact_where_nothing_moves() -> None:
-    graph = DataflowGraph([graphs.call("model", graphs.TINY, TRAIN_STEP, "prompts")], ["prompts"])
-    cluster = graphs.cpu_cluster(4)
-    task = PlanningTask(graph=graph, max_steps_in_flight=2, **graphs.settings(graph, cluster))
-    problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
-    exact, rounded = native_problem(problem), simple(problem, graph)
-    assert len(problem.calls[0].options) > 10
-    for option in range(len(problem.calls[0].options)):
-        assert rounded.evaluate([option])["step_time"] == pytest.approx(
-            exact.evaluate([option])["step_time"] * 1e6, abs=1
-        )
-        assert rounded.evaluate([option])["peak_bytes"] == pytest.approx(exact.evaluate([option])["peak_bytes"], abs=1)
-
-
-def test_the_simpler_file_knows_staleness_and_the_bound_on_steps() -> None:
-    content = json.loads(problem_bytes(ProblemFile.of(*planned(staleness=2, in_flight=3))))
-    parents = {call["name"]: call["parents"] for call in content["calls"]}
-    assert ["actor: actor_train_step to actor_generate, on the devices of actor_train_step", 3] in parents[
-        "actor_generate"
-    ]
-    assert parents["actor_generate"][-2:] == [["actor_train_step", 3], ["critic_train_step", 3]]
-    assert all(steps_back == 1 for name, steps_back in parents["critic_inference"] if name.startswith("critic:"))
-    # A bound of as many steps as are unrolled says nothing.
-    problem, graph = planned(in_flight=4)
-    content = json.loads(problem_bytes(ProblemFile.of(msgspec.structs.replace(problem, steps=4), graph)))
-    assert all(name.startswith("actor:") for name, _ in content["calls"][0]["parents"])
-
-
-def test_what_version_1_cannot_say_is_refused() -> None:
-    problem, graph = planned(memory=10_000)
-    with pytest.raises(UserError, match=r"actor_generate: no option fits into 0\.00 GiB a device; give more"):
-        ProblemFile.of(problem, graph)
-    twice = graphs.call("actor", graphs.TINY, TRAIN_STEP, "prompts")
-    graph = DataflowGraph([twice, replace(twice, name="again", input_data=["seq"])], ["prompts", "seq"])
-    cluster = graphs.cpu_cluster(2)
-    task = PlanningTask(graph=graph, max_steps_in_flight=2, **graphs.settings(graph, cluster))
-    problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
-    with pytest.raises(UserError, match="again: planning-problem/1 cannot say that two calls train actor in one"):
-        ProblemFile.of(problem, graph)
-    assert PlannedFile.of(problem).calls[1].home == "actor_train_step"
 
 
 def set_to(value: Any, *path: str | int) -> Callable[[Any], None]:

@@ -19,13 +19,13 @@ from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import Option
 from realhf.planning.problem.builder import MANY_STEPS, STEPS, build_problem, steps_of
-from realhf.planning.problem.native import native_problem, reallocation_table
+from realhf.planning.problem.native import DeviceNeed, device_needs, native_problem, reallocation_table, simulate
 from realhf.planning.problem.option_rows import Numbering, OptionRows, distinct, row_of, seconds_of
-from realhf.planning.problem.simulation import DeviceNeed, Event, Simulation, device_needs, makespan_s, simulate
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 from realhf.planning.task import PlanningTask, with_staleness
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.simulation import Simulation
 from tests.unit.planning.test_beside import Rule
 from tests.unit.planning.test_beside import task as task_with_rule
 
@@ -420,11 +420,17 @@ def test_nodes_in_a_given_order() -> None:
     """All are ready at once. Without an order the first goes first; a call elsewhere waits for neither."""
     rows = {"a": row((0, 2), 1.0), "b": row((1, 2), 2.0), "c": row((3, 1), 5.0)}
     problem = problem_of(rows, steps=1)
-    free = simulate(problem, [0, 0, 0], 1)
-    assert free == [Event(0, 0, 0.0, 1.0), Event(1, 0, 1.0, 3.0), Event(2, 0, 0.0, 5.0)]
-    given = simulate(problem, [0, 0, 0], 1, [(1, 0), (0, 0)])
-    assert given == [Event(1, 0, 0.0, 2.0), Event(0, 0, 2.0, 3.0), Event(2, 0, 0.0, 5.0)]
-    assert makespan_s(given) == 5.0
+    native = native_problem(problem)
+    free = simulate(native, [0, 0, 0], 1)
+    assert free == [(0, 0, 0.0, 1.0, []), (1, 0, 1.0, 3.0, [0]), (2, 0, 0.0, 5.0, [])]
+    given = simulate(native, [0, 0, 0], 1, [(1, 0), (0, 0)])
+    assert given == [(1, 0, 0.0, 2.0, []), (0, 0, 2.0, 3.0, [0]), (2, 0, 0.0, 5.0, [])]
+    waiting = native_problem(problem_of(rows, {"b": [("a", 0)]}, steps=1))
+    with pytest.raises(ValueError, match="the order breaks an edge"):
+        simulate(waiting, [0, 0, 0], 1, [(1, 0), (0, 0)])
+    for node, step in ((3, 0), (0, 1), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match="names a node that is not there"):
+            simulate(native, [0, 0, 0], 1, [(node, step)])
 
 
 def test_the_needs_of_devices() -> None:
@@ -436,12 +442,12 @@ def test_the_needs_of_devices() -> None:
     problem = problem_of(rows, communicator_bytes=3.0, sending_bytes=4.0)
     [first, second] = problem.calls
     problem = structs.replace(problem, calls=[first, structs.replace(second, home="a")])
-    assert device_needs(problem, [0, 0]) == [
+    assert device_needs(native_problem(problem), [0, 0]) == [
         DeviceNeed(9.0, 19.0, 19.0 + 5.0 + 4.0), DeviceNeed(9.0, 19.0, 19.0 + 5.0 + 4.0),
         DeviceNeed(6.0, 6.0, 6.0 + 1.0 + 2.0 + 7.0), DeviceNeed(0.0, 0.0, 0.0),
     ]  # fmt: skip
     alone = problem_of(rows, communicator_bytes=3.0, sending_bytes=4.0)
-    assert device_needs(alone, [0, 0])[2:] == [DeviceNeed(3.0, 4.0, 6.0), DeviceNeed(0.0, 0.0, 0.0)]
+    assert device_needs(native_problem(alone), [0, 0])[2:] == [DeviceNeed(3.0, 4.0, 6.0), DeviceNeed(0.0, 0.0, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -464,4 +470,5 @@ def test_a_copy_takes_the_place_of_its_home(
     problem = problem_of(rows)
     [first, second] = problem.calls
     second = structs.replace(second, home="a", spared=spared)
-    assert device_needs(structs.replace(problem, calls=[first, second]), [0, 0])[0].peak_bytes == peak
+    native = native_problem(structs.replace(problem, calls=[first, second]))
+    assert device_needs(native, [0, 0])[0].peak_bytes == peak

@@ -1,16 +1,13 @@
 """What files of planning problems say, in the planner's words and in version 1."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from realhf.planning.problem import version_1
 from realhf.planning.problem.file import PlannedFile, PlannedTransfer, _complaints, load_problem, problem_bytes
-from realhf.planning.problem.tables import CallTable, OptionRow, TransferTable
+from realhf.planning.problem.tables import OptionRow, TransferTable
 from realhf.planning.problem.version_1 import FileCall, FileOption, FileTransfer, ProblemFile
 from tests.unit.planning.test_problem_tables import moving, problem_of, row
 
@@ -151,59 +148,3 @@ def test_problems_of_a_size_that_can_be_simulated() -> None:
     assert list(_complaints(file_of(calls=[first, structs.replace(second, options=wider)]))) == [
         "'b': options[1]: devices [1, 2] reach beyond num_devices=2"
     ]
-
-
-def test_microseconds_of_moves_between_options() -> None:
-    rows = [row((place, 1), 1.0, name) for place, name in enumerate("xy")]
-    calls = [CallTable(name=name, model="m", trains=False, home="a", parents=[], options=rows) for name in "ab"]
-    table = moving([1e-6, 2e-6, 3e-6, 4.4e-6, 5e-6, 6e-6], rows=[1, 0], columns=[2, 0], num_columns=3)
-    found = version_1._moves(table, calls[0], calls[1], version_1.label_with_devices)
-    assert found == {
-        "x on 0+1>x on 0+1": 6, "x on 0+1>y on 1+1": 4, "y on 1+1>x on 0+1": 3, "y on 1+1>y on 1+1": 1
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "steps", "first"),
-    [(1, 3, [("c", 1), ("d", 1)]), (2, 3, [("c", 1), ("c", 2), ("d", 2)]), (3, 3, [("c", 1)]), (4, 3, [("c", 1)])],
-)
-def test_the_first_calls_of_a_step_wait_for_the_last_ones_of_an_earlier_step(
-    in_flight: int, steps: int, first: Any
-) -> None:
-    parents: dict[str, Any] = {"a": [("c", 1)], "b": [("a", 0)], "c": [("b", 0)], "d": [("b", 0)]}
-    version_1._bound_steps_in_flight(parents, in_flight, steps)
-    assert parents == {"a": first, "b": [("a", 0)], "c": [("b", 0)], "d": [("b", 0)]}
-
-
-def simple(options: Sequence[OptionRow], **fields: Any) -> list[FileOption]:
-    problem = problem_of({"a": options[0]}, **fields)
-    table = structs.replace(problem.calls[0], options=list(options))
-    return version_1._simple_options(problem, table, lambda row: row.strategy)
-
-
-def test_options_in_the_simpler_words() -> None:
-    """A copy and what it takes to send count anyway; communicators with each call. What is alike is one."""
-    one = row((0, 2), 1.25e-6, static_bytes=10.4, dynamic_bytes=5.0, copy_bytes=7.0)
-    linked = structs.replace(one, communicators=(0, 1, 5))
-    words: dict[str, Any] = {"devices": (0, 2), "strategy": "a", "time_us": 1}
-    assert simple([one, one], sending_bytes=4.0, communicator_bytes=3.0) == [
-        FileOption(**words, static_bytes=10, peak_bytes=26)
-    ]
-    assert simple([linked], sending_bytes=4.0, communicator_bytes=3.0) == [
-        FileOption(**words, static_bytes=19, peak_bytes=35)
-    ]
-    exact = row((0, 1), 0.0, static_bytes=60.0, dynamic_bytes=40.0)
-    larger = structs.replace(exact, copy_bytes=0.5)
-    assert [each.peak_bytes for each in simple([larger, exact])] == [100]
-
-
-def test_calls_read_what_others_make_also_by_way_of_a_rule() -> None:
-    def edges(of: str) -> list[Any]:
-        kinds = {
-            "reader": [("rule", "data"), ("maker", "data"), ("other", "version")],
-            "rule": [("first", "data")],
-        }
-        return [SimpleNamespace(parent=parent, kind=kind) for parent, kind in kinds.get(of, [])]
-
-    graph: Any = SimpleNamespace(parents=edges, beside={"rule": None})
-    assert list(version_1._producers(graph, "reader")) == ["first", "maker"]

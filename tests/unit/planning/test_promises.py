@@ -22,14 +22,14 @@ from realhf.planning.model.cluster import Cluster, device_meshes, node_runs
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
-from realhf.planning.options import all_options, num_layouts, num_ways, options_to_search
+from realhf.planning.options import num_layouts, num_ways, options_to_search
 from realhf.planning.presets import evaluate_presets, rule_plan
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import BREADTHS, PREPARING, SECONDS_A_WAY, breadth_in_time, search_plan
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import TINY, call, call_model, cpu_cluster, ppo, with_memory
+from tests.unit.planning.graphs import TINY, all_options, call, call_model, cpu_cluster, ppo, with_memory
 from tests.unit.planning.graphs import settings as of_cpu
 
 MODELS = (TINY, "llama7b", "llama13b", "llama34b", "llama70b")

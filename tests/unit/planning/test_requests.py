@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from realhf.architecture.compute import MODES
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.base.options import options_in
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
-from realhf.planning import osdp
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.operator_modes import MODES, Links
-from realhf.planning.osdp import OsdpRequest
+from realhf.planning.model.osdp import problem
+from realhf.planning.model.osdp import request as osdp
+from realhf.planning.model.osdp.problem import Links, OsdpProblem
+from realhf.planning.model.osdp.request import OsdpRequest
 from realhf.planning.problem.native import SearchRequest
 from realhf.planning.request import DevicesRequest, Measured, PlanRequest, SearchBudget, unwatched
 from realhf.planning.what_if import WhatIf, WhatIfRequest
@@ -160,17 +162,18 @@ def test_what_may_stand_together(file: Path) -> None:
 
 def test_the_problem_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(osdp, "decoder_problem", lambda *words: asked.append(words) or "problem")
+    monkeypatch.setattr(osdp, "decoder_problem", lambda *words, **more: asked.append((*words, more)) or "problem")
     request = OsdpRequest(**OSDP, recompute=True, prefetch=True, modes=MODES[:1], dtype="float32", launch_us=1)
     assert request.problem() == "problem"
-    [(model, training)] = asked
+    [(model, given, training)] = asked
     hardware = load_hardware("h100")
     assert isinstance(model, DecoderConfig)
     assert model.hidden_size == 4096
-    assert vars(training) == {
-        "sequence_length": 2048, "flops": hardware.flops("float32"), "memory_bytes": 2 * 2**30, "dtype": "float32",
-        "links": Links.ring(hardware, 4, launch_s=1e-6), "modes": MODES[:1], "recompute": True, "prefetch": True,
-    }  # fmt: skip
+    assert training == {"sequence_length": 2048, "flops": hardware.flops("float32"), "dtype": "float32"}
+    assert given == OsdpProblem(
+        operators=(), links=Links.ring(hardware, 4, launch_s=1e-6), memory_bytes=2 * 2**30, modes=MODES[:1],
+        recompute=True, prefetch=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,7 @@ def test_operators_whole_and_in_slices(
 ) -> None:
     """Of the plans with one mode for all operators the fastest for a sample counts, where one fits."""
     monkeypatch.setattr(OsdpRequest, "problem", lambda self: "whole")
-    monkeypatch.setattr(osdp, "sliced", lambda problem, number: (problem, number))
+    monkeypatch.setattr(problem, "sliced", lambda problem, number: (problem, number))
 
     def solve(problems: Any, sizes: range, *, time_limit_s: float) -> str:
         assert (problems, sizes, time_limit_s) == ([("whole", number) for number in slices], batches, 5.0)

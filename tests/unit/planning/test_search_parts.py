@@ -15,7 +15,7 @@ from realhf.planning import search
 from realhf.planning.certificate import Certificate
 from realhf.planning.predict import Prediction
 from realhf.planning.presets import PresetResult
-from realhf.planning.problem.simulation import DeviceNeed
+from realhf.planning.problem.native import DeviceNeed
 from realhf.planning.request import SearchBudget, unwatched
 from realhf.planning.search import NothingFitsError, SearchResult
 from realhf.planning.task import PlanningTask

@@ -10,22 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import OrderEntry, check_plan, load_plan, save_plan
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.workload import Workload
-from realhf.planning.options import call_options
 from realhf.planning.predict import possible_orders, predict
 from realhf.planning.presets import heuristic
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
-from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
-from realhf.planning.problem.tables import Problem
+from realhf.planning.problem.native import device_needs as found_needs
+from realhf.planning.problem.native import simulate as simulated
+from realhf.planning.problem.tables import KeptCopy, Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
-from tests.unit.planning.graphs import cpu_cluster, ppo, random_problem, settings, task_of
+from tests.unit.planning.graphs import call_options, cpu_cluster, ppo, random_problem, settings, task_of
+from tests.unit.planning.simulation import Simulation, device_needs, makespan_s, simulate
 
 
 def reference_cost(problem: Problem, choice: Sequence[int]) -> float:
@@ -44,6 +46,52 @@ def random_choice(problem: Problem, rng: random.Random) -> list[int]:
 
 @given(st.integers(0, 10**9))
 @hypothesis_settings(max_examples=200, deadline=None)
+def test_a_given_order_is_simulated_as_the_reference_does(seed: int) -> None:
+    """And every event names those that it waits for: it starts when the last of them ends."""
+    rng = random.Random(seed)
+    problem = random_problem(seed, num_calls=rng.randint(1, 5))
+    native, choice, steps = native_problem(problem), random_choice(problem, rng), problem.steps
+    named = rng.sample(range(len(problem.nodes)), rng.randint(0, len(problem.nodes)))
+    other = [(event.node, event.step) for event in simulate(problem, random_choice(problem, rng), steps)]
+    order = [(node, step) for node, step in other if node in named]
+    found = simulated(native, choice, steps, order)
+    assert [event[:4] for event in found] == [
+        (event.node, event.step, event.start_s, event.end_s) for event in simulate(problem, choice, steps, order)
+    ]
+    for event in found:
+        assert event.start_s == max((found[number].end_s for number in event.waits_for), default=0.0)
+    devices, waits = Simulation(problem, choice).devices, [event.waits_for for event in found]
+    for number, event in enumerate(found):
+        before = [n for n in range(number) if devices[found[n].node] & devices[event.node]]
+        assert not before or before[-1] in waits[number]
+
+
+@given(st.integers(0, 10**9))
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_needs_of_devices_equal_the_reference(seed: int) -> None:
+    """To the last bit, with copies that are kept for other calls."""
+    rng = random.Random(seed)
+    problem = random_problem(seed, num_calls=rng.randint(1, 5))
+    names = [call.name for call in problem.calls]
+    takers = rng.sample(names, rng.randint(0, len(names)))
+    kept = [
+        KeptCopy(
+            source=rng.choice(names),
+            takers=part,
+            beside=rng.sample(names, rng.randint(0, len(names))),
+            size_bytes=rng.random(),
+        )
+        for part in (takers[::2], takers[1::2])
+    ]
+    problem = structs.replace(
+        problem, kept=kept, communicator_bytes=rng.random(), sending_bytes=rng.choice([0.0, rng.random()])
+    )
+    for choice in (random_choice(problem, rng) for _ in range(5)):
+        assert found_needs(native_problem(problem), choice) == device_needs(problem, choice)
+
+
+@given(st.integers(0, 10**9))
+@hypothesis_settings(max_examples=200, deadline=None)
 def test_simulator_equals_the_reference(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(seed, num_calls=rng.randint(1, 5))
@@ -55,7 +103,7 @@ def test_simulator_equals_the_reference(seed: int) -> None:
         assert evaluation["peak_bytes"] == max(need.peak_bytes for need in device_needs(problem, choice))
         steps = problem.steps + 2
         expected = [(e.node, e.step, e.start_s, e.end_s) for e in simulate(problem, choice, steps)]
-        assert native.trace(choice, steps) == expected
+        assert [event[:4] for event in simulated(native, choice, steps)] == expected
 
 
 @given(st.integers(0, 10**9))

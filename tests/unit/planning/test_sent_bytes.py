@@ -2,7 +2,7 @@
 
 import pytest
 
-from realhf.planning.model.operator_modes import Links, Mode, Operator, OsdpPlan, OsdpProblem
+from realhf.planning.model.osdp.problem import Links, Mode, Operator, OsdpPlan, OsdpProblem
 
 # In the order of their use; the values of an embedding are gathered for its forward pass alone.
 SIZES = {"embedding": 100, "first": 40, "second": 60}

@@ -22,7 +22,7 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.sharding import compact, rooms
+from realhf.planning.model.osdp.chooser import compact, memory_limits
 from realhf.planning.model.sizes import largest_units
 from realhf.planning.model.timings import Costs, Timings
 from realhf.planning.model.workload import Workload
@@ -207,10 +207,10 @@ def test_an_inference_gathers_in_a_sharded_home_and_a_generation_has_it_copied()
     assert row.strategy != row_of(asked, rollout, strategy, 1, AS_SET_UP).strategy
 
 
-def test_rooms() -> None:
-    assert rooms(150.0, 200, 120, shares_devices=False) == [150]
-    assert rooms(250.0, 200, 120, shares_devices=True) == [180, 160, 140]
-    assert rooms(150.0, 200, 120, shares_devices=True) == [150, 140]
+def test_memory_limits_of_states() -> None:
+    assert memory_limits(150.0, 200, 120, shares_devices=False) == [150]
+    assert memory_limits(250.0, 200, 120, shares_devices=True) == [180, 160, 140]
+    assert memory_limits(150.0, 200, 120, shares_devices=True) == [150, 140]
 
 
 def test_stages_choose_for_themselves_and_share_a_tied_embedding() -> None:

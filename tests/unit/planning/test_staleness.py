@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.planning.options import call_options
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
 from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning import graphs
+from tests.unit.planning.graphs import call_options
 
 Places = dict[str, dict[tuple[int, int], float]]  # call -> devices (first, number) -> seconds
 

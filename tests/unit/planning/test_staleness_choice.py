@@ -53,7 +53,7 @@ def test_the_least_staleness_of_the_shortest_step(chosen: tuple[PlanningTask, Ex
     assert plan.predicted_step_s == pytest.approx(steps[plan.staleness])
     assert plan.models.keys() == {"actor", "actor_rollout", "reward", "reference", "critic"}
     alone = task.of(plan)
-    assert (alone.staleness, alone.staler) == (plan.staleness, ())
+    assert (alone.staleness, alone.more_stale) == (plan.staleness, ())
     assert predict(alone, plan).step_s == pytest.approx(plan.predicted_step_s)
 
 
@@ -121,7 +121,7 @@ def test_all_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     search_for(SLOW_DECODING, task, SearchBudget(seconds=400, evaluations=9001))
     assert [budget.seconds for budget in budgets] == [400 / 4, 390 / 3, 380 / 2, 370 / 1]
     assert {budget.evaluations for budget in budgets} == {9001 // 4}
-    assert len(task.staler) == 3
+    assert len(task.more_stale) == 3
 
 
 def test_rollouts_stay_fresh_where_memory_has_no_room_for_a_copy() -> None:

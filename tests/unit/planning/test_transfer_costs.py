@@ -23,12 +23,12 @@ from realhf.planning.model.seconds import Crossings, crossings
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs
 from realhf.planning.model.workload import Workload
-from realhf.planning.options import Option, call_options, legal_strategies
+from realhf.planning.options import Option, legal_strategies
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import _layout_row
 from realhf.planning.problem.native import reallocation_table as native_table
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
-from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, call, call_options, cpu_cluster, ppo, settings, task_of
 from tests.unit.planning.test_cost import RoundTimings
 
 CPU = load_hardware("cpu")

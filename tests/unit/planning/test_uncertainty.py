@@ -45,7 +45,7 @@ from realhf.planning.model.measured import (
     with_measured,
 )
 from realhf.planning.model.profile import PARTS, profiles_root
-from realhf.planning.model.uncertainty import Uncertainty, constant, uncertainty_of, with_constants
+from realhf.planning.model.uncertainty import Uncertainty
 
 CPU, H100 = load_hardware("cpu"), load_hardware("h100")
 spreads = st.floats(0.05, 2.0)
@@ -89,16 +89,16 @@ def test_a_measured_constant_moves_those_that_go_with_it() -> None:
     assert found.layer_launch_s == pytest.approx(1e-4 * math.exp(weight * math.log(2)))
     slope = -0.8 * 0.4 * 0.2 / (0.4**2 + 0.1**2)
     assert found.decode_launch_s == pytest.approx(2e-4 * math.exp(slope * math.log(2)))
-    spread = uncertainty_of(found).spread
+    spread = found.sureness.spread
     assert spread["layer_launch_s"] == pytest.approx(0.4 * math.sqrt(1 - weight))
     assert spread["decode_launch_s"] < 0.2
-    assert uncertainty_of(found).call_error == 0.1
+    assert found.sureness.call_error == 0.1
 
 
 def test_errors_of_calls_stay_where_constants_are_measured() -> None:
     stated = Uncertainty(spread={"sampling_s": 0.4}, call_error=0.1, profiled_error=0.05)
     found = narrowed(structs.replace(H100, uncertainty=stated), {"sampling_s": (1.0, 0.1)})
-    assert (uncertainty_of(found).call_error, uncertainty_of(found).profiled_error) == (0.1, 0.05)
+    assert (found.sureness.call_error, found.sureness.profiled_error) == (0.1, 0.05)
 
 
 def test_readings_that_were_all_the_same_are_taken_as_they_are() -> None:
@@ -118,8 +118,8 @@ def test_what_is_measured_is_taken_where_no_constant_has_a_spread() -> None:
 
 
 def test_a_covariance_and_back() -> None:
-    matrix = covariance_of(uncertainty_of(H100))
-    names = list(uncertainty_of(H100).spread)
+    matrix = covariance_of(H100.sureness)
+    names = list(H100.sureness.spread)
     again = of_covariance(names, matrix, call_error=0.1)
     assert covariance_of(again) == pytest.approx(matrix)
     assert np.linalg.eigvalsh(matrix).min() > -1e-4
@@ -165,16 +165,16 @@ def test_what_no_distribution_has() -> None:
 
 
 def test_constants_by_name() -> None:
-    assert constant(H100, "matmul_flops[bfloat16]") == H100.flops("bfloat16")
-    assert constant(CPU, "train_launch_s") == CPU.layer_launch_s
-    assert constant(CPU, "inter_node_send_bandwidth") == CPU.inter_node_bandwidth
-    changed = with_constants(CPU, {"matmul_flops[float32]": 1e9, "matmul_flops[float64]": 2e9, "sampling_s": 3.0})
+    assert H100.constant("matmul_flops[bfloat16]") == H100.flops("bfloat16")
+    assert CPU.constant("train_launch_s") == CPU.layer_launch_s
+    assert CPU.constant("inter_node_send_bandwidth") == CPU.inter_node_bandwidth
+    changed = CPU.with_constants({"matmul_flops[float32]": 1e9, "matmul_flops[float64]": 2e9, "sampling_s": 3.0})
     assert changed.matmul_flops == {**CPU.matmul_flops, "float32": 1e9, "float64": 2e9}
     assert changed.sampling_s == 3.0
 
 
 def test_every_constant_has_a_measurement() -> None:
-    found = {name: measurement_of(name) for name in uncertainty_of(H100).spread}
+    found = {name: measurement_of(name) for name in H100.sureness.spread}
     between_nodes = {name for name, measurement in found.items() if measurement == "network"}
     assert between_nodes == {"inter_node_bandwidth", "inter_node_send_bandwidth", "inter_node_latency_s"}
     assert {measurement_of(part) for part in PARTS} == {"layers"}
@@ -241,7 +241,7 @@ def test_measured_constants_are_kept_and_taken(tmp_path: Path) -> None:
     assert taken.memory_bandwidth == pytest.approx(2e10, rel=0.01)
     assert taken.flops("float32") == pytest.approx(3e10, rel=0.01)
     assert taken.intra_node_bandwidth == pytest.approx(CPU.intra_node_bandwidth)
-    assert uncertainty_of(taken).spread["memory_bandwidth"] < 0.02
+    assert taken.sureness.spread["memory_bandwidth"] < 0.02
     path.write_text("{}")
     with pytest.raises(UserError, match="measure them again"):
         with_measured(CPU, tmp_path)
@@ -249,7 +249,7 @@ def test_measured_constants_are_kept_and_taken(tmp_path: Path) -> None:
 
 def test_a_constant_that_is_measured_and_has_no_spread_is_taken_as_it_is() -> None:
     """`cpu` has no launches of a training of its own, and does not say how sure it would be of them."""
-    assert "train_launch_s" not in uncertainty_of(CPU).spread
+    assert "train_launch_s" not in CPU.sureness.spread
     taken = narrowed(CPU, {"layer_launch_s": (2e-4, 0.01), "train_launch_s": (9e-4, 0.01)})
     assert taken.layer_launch_s == pytest.approx(2e-4, rel=0.01)
     assert taken.launch_s(trains=True) == 9e-4
@@ -266,9 +266,9 @@ def test_a_measured_network_takes_the_place_of_the_described_one(hardware: Hardw
     path = constants_path(hardware.name, tmp_path)
     save_constants(MeasuredConstants(hardware=hardware.name, constants=found), path)
     taken = with_measured(hardware, tmp_path)
-    assert {name: constant(taken, name) for name in values} == values
+    assert {name: taken.constant(name) for name in values} == values
     assert taken.memory_bandwidth == pytest.approx(2e10, rel=0.1)
-    stated, before = uncertainty_of(taken), uncertainty_of(hardware)
+    stated, before = taken.sureness, hardware.sureness
     assert stated.spread["inter_node_bandwidth"] == 0.1
     assert stated.spread["memory_bandwidth"] < 0.02
     assert list(stated.spread) == list(before.spread)
@@ -287,7 +287,7 @@ def test_a_measurement_counts_beside_the_description(tmp_path: Path) -> None:
     taken = with_measured(hardware, tmp_path)
     assert taken.memory_bandwidth == pytest.approx(2e9)
     assert taken.inter_node_latency_s == 4e-3
-    spread = uncertainty_of(taken).spread
+    spread = taken.sureness.spread
     assert spread["memory_bandwidth"] == pytest.approx(0.3 / math.sqrt(2))
     assert (spread["inter_node_latency_s"], spread["sampling_s"]) == (0.7, pytest.approx(0.4))
 

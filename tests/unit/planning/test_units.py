@@ -14,11 +14,11 @@ from realhf.dataflow.plan import CallCompute
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.operators import can_be_cut, operators, slice_modes
 from realhf.geometry.shards import units
-from realhf.planning.model.exchange import Exchange
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.sharding import compact
-from realhf.planning.model.units import (
+from realhf.planning.model.osdp.chooser import compact
+from realhf.planning.model.osdp.exchange import Exchange
+from realhf.planning.model.osdp.units import (
     Piece,
     StageUnits,
     by_stage,

@@ -19,11 +19,10 @@ from realhf.planning.mixes import has_modes
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.sharding import sharded_text
+from realhf.planning.model.osdp.chooser import sharded_text
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import (
     Option,
-    call_options,
     call_strategies,
     interleaved,
     micro_batch_counts,
@@ -36,7 +35,7 @@ from realhf.planning.options import (
 )
 from realhf.planning.recomputed import partly_recomputed
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import TINY, Stub, call, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, Stub, call, call_options, cpu_cluster, ppo, settings, task_of
 
 FIELDS = ("recomputation", "sequence_parallel", "data_parallel", "prefetch", "offload_states")
 ROLLOUT = Generate(max_new_tokens=8, eos_token=-1, decode_graphs=None)
@@ -250,15 +249,17 @@ def test_options_within_a_pool() -> None:
     cluster, pool = cpu_cluster(4), Pool("odd", devices=[1, 2, 3])
     found = call_options(definition, 4, cluster, pool)
     assert {(o.layout.mesh.first, o.layout.mesh.size) for o in found} == {(1, 1), (2, 1), (3, 1), (2, 2), (1, 3)}
+
+
+def test_a_pool_in_which_a_call_has_no_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "call_strategies", lambda *words: [])
+    assert options.options_to_search(confined(None), "actor_train_step") == []
     message = (
         r"actor_train_step: no \(dp, tp, pp\) within pool 'none' \(devices 0-2\), to which model 'actor' is confined, "
-        "is legal with mini-batches of 4 samples"
+        "is legal with mini-batches of 8 samples"
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "call_strategies", lambda *words: [])
-        assert call_options(definition, 4, cluster) == []
-        with pytest.raises(UserError, match=message):
-            call_options(definition, 4, cluster, Pool("none", devices=range(3)))
+    with pytest.raises(UserError, match=message):
+        options.options_to_search(confined(Pool("none", devices=range(3))), "actor_train_step")
 
 
 def confined(pool: Pool | None, **fields: Any) -> PlanningTask:
@@ -521,15 +522,17 @@ def test_what_the_other_models_keep_if_all_devices_have_a_part() -> None:
 
 def test_a_task_in_another_variation() -> None:
     stale = replace(on_h100(GRAPH), staleness=1)
-    task = replace(on_h100(GRAPH), offload=("ref",), breadth="computation", near=(DeviceMesh(0, 1),), staler=(stale,))
-    assert task.varied() == replace(task, staler=())
+    task = replace(
+        on_h100(GRAPH), offload=("ref",), breadth="computation", near=(DeviceMesh(0, 1),), more_stale=(stale,)
+    )
+    assert task.varied() == replace(task, more_stale=())
     changed = task.varied(offload=(), max_steps_in_flight=7, breadth="plain", near=())
-    assert changed == replace(task, offload=(), max_steps_in_flight=7, breadth="plain", near=(), staler=())
+    assert changed == replace(task, offload=(), max_steps_in_flight=7, breadth="plain", near=(), more_stale=())
     for name in ("homes", "call_models", "known"):
         assert getattr(changed, name) is getattr(task, name)
     plan = ExecutionPlan(num_devices=1, calls={}, staleness=1)
     assert task.of(plan) == stale
-    assert task.of(ExecutionPlan(num_devices=1, calls={})) == replace(task, staler=())
+    assert task.of(ExecutionPlan(num_devices=1, calls={})) == replace(task, more_stale=())
 
 
 @pytest.mark.parametrize(("nodes", "searched"), [(16, "all"), (17, "computation")])

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from realhf import cli
-from realhf.cli.output import duration
 from realhf.report import run_status
 from realhf.report.run_status import METRICS_TAIL_BYTES, Speed, read_run_status
 from realhf.rundir.flight_recorder import ActivityWriter
@@ -215,15 +214,6 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
 def test_a_directory_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", str(tmp_path)]) == 2
     assert "is no run directory: it has no plan.json; give the --run-dir of a run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (9.9, "9.9 s"), (59.4, "59 s"), (59.6, "1 min"), (200, "3 min 20 s"), (7500, "2 h 5 min"),
-     (86_400 * 3 + 3600 * 4 + 59, "3 d 4 h"), (86_400, "1 d")],
-)  # fmt: skip
-def test_durations_have_their_two_largest_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_what_a_run_has_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

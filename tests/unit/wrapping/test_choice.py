@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.planning.model.operator_modes import OsdpPlan
+from realhf.planning.model.osdp.problem import OsdpPlan
 from realhf.wrapping.choice import OsdpOptions, choose, joined
 from tests.unit.planning.test_operator_rows import operator, problem
 

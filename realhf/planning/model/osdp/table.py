@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from realhf.architecture.compute import Mode
 from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import OsdpPlan
+from realhf.planning.model.osdp.problem import OsdpPlan
 
 NAMES: dict[Mode, str] = {"replicated": "all replicated", "zero1": "all ZeRO-1", "sharded": "all sharded"}
 COLUMNS = ("operator", "modes", "ms", "MiB")

@@ -4,11 +4,10 @@ of their own (OSDP, IJCAI 2023, section 3)."""
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from realhf.geometry.operators import EMBEDDING, HEAD
-from realhf.planning.model.units import Piece, StageUnits
+from realhf.geometry.operators import EMBEDDING
+from realhf.planning.model.osdp.units import Piece, StageUnits
 
 LOOKED_UP = (EMBEDDING, "positions")
-OUTSIDE = (*LOOKED_UP, HEAD)  # of layers
 Collective = Callable[[float], float]  # seconds of a vector of so many bytes
 
 

@@ -6,15 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
-
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
-from realhf.geometry.layout import ParallelStrategy
-from realhf.planning.model import fit as fit_module
-from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.fit import (
+from lib import fit as fit_module
+from lib.fit import (
     Constant,
     Fitted,
     MeasuredCall,
@@ -30,6 +23,13 @@ from realhf.planning.model.fit import (
     step_residuals,
     worst_error,
 )
+from msgspec import structs
+
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
+from realhf.geometry.layout import ParallelStrategy
+from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload

@@ -19,7 +19,6 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import Timings
-from realhf.planning.model.uncertainty import constant, with_constants
 from realhf.planning.model.workload import Workload
 
 _NUDGE = 1e-4  # of a logarithm, for slopes
@@ -101,10 +100,10 @@ class Constant:
     spread: float = 2.0
 
     def get(self, hardware: Hardware) -> float:
-        return constant(hardware, self.name)
+        return hardware.constant(self.name)
 
     def put(self, hardware: Hardware, value: float) -> Hardware:
-        return with_constants(hardware, {self.name: value})
+        return hardware.with_constants({self.name: value})
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ def fit(
 
     def described(x: np.ndarray) -> Hardware:
         values = map(float, np.exp(x))
-        return with_constants(hardware, {c.name: value for c, value in zip(constants, values, strict=True)})
+        return hardware.with_constants({c.name: value for c, value in zip(constants, values, strict=True)})
 
     def misfit(x: np.ndarray) -> np.ndarray:
         return np.concatenate([log_errors(tables, described(x)) / row_error, (x - prior) / spread])

@@ -9,19 +9,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
+from realhf.architecture.compute import MODES, Mode
 from realhf.base.errors import UserError
 from realhf.planning import _search
-from realhf.planning.model.collective_costs import CollectiveCosts
 from realhf.planning.model.hardware import GIB, Hardware
+from realhf.planning.model.osdp.collective_costs import CollectiveCosts
 
-Mode = Literal["replicated", "zero1", "sharded"]
-
-MODES: tuple[Mode, ...] = ("replicated", "zero1", "sharded")
-PAPER_MODES: tuple[Mode, ...] = ("replicated", "sharded")
+MOST_SLICES = _search.MOST_SLICES  # of an operator: what the solver takes
 SMALLEST_SLICED_BYTES = 2**20  # smaller operators stay whole: slicing them only adds latency
-MOST_SLICES = 64  # of an operator, for the solver
 MOST_PARTS = 2**61  # of bytes, on one device: what 64 bits hold with room for a sum that is over the limit
 
 
@@ -400,3 +396,9 @@ def sliced(problem: OsdpProblem, slices: int) -> OsdpProblem:
             for op in problem.operators
         ),
     )
+
+
+def slicings(whole: OsdpProblem, slices: int) -> list[OsdpProblem]:
+    """The same problem with its large operators in 1, 2, 4, ... and `slices`: whole operators have the lower latency,
+    sliced ones the smaller gathers."""
+    return [sliced(whole, number) for number in sorted({slices, *(2**i for i in range(slices.bit_length()))})]

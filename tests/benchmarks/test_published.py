@@ -9,16 +9,7 @@ from types import ModuleType
 import msgspec
 import numpy as np
 import pytest
-from msgspec import structs
-
-from realhf.architecture.model import LLAMA, model_type
-from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE
-from realhf.geometry.layout import ParallelStrategy
-from realhf.geometry.parameters import parameter_count
-from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
-from realhf.planning.model.fit import (
+from lib.fit import (
     Constant,
     MeasuredTable,
     call_error,
@@ -30,13 +21,21 @@ from realhf.planning.model.fit import (
     step_residuals,
     worst_error,
 )
+from msgspec import structs
+
+from realhf.architecture.model import LLAMA, model_type
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE
+from realhf.geometry.layout import ParallelStrategy
+from realhf.geometry.parameters import parameter_count
+from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.sizes import model_sizes
-from realhf.planning.options import call_options
-from tests.unit.planning.graphs import ppo
+from tests.unit.planning.graphs import call_options, ppo
 
 ONE = ParallelStrategy()
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TABLES_FILE = ROOT / "tests" / "data" / "published_step_times.yaml"
 TABLES = load_tables(TABLES_FILE)
 H100 = load_hardware("h100")

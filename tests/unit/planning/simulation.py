@@ -1,14 +1,11 @@
-"""One plan of a planning problem in detail: when each node runs in the plan's own order, and the memory of each device.
-
-Predictions and their explanations are made of this. The search in C++ (`_search`) compares millions of plans: it starts
-each call as soon as it can and knows the fullest device alone. Tests hold the two against each other.
-"""
+"""One plan of a planning problem in detail, plain and slow: the oracle of the simulator in C++ (`csrc/search`)."""
 
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from realhf.planning.model.communicators import MOVES
+from realhf.planning.problem.native import DeviceNeed
 from realhf.planning.problem.tables import CallTable, KeptCopy, OptionRow, Problem
 
 _Placed = tuple[CallTable, OptionRow, OptionRow]  # a call, its option, and that of its home
@@ -86,15 +83,6 @@ def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequenc
                 heapq.heappush(queue, (ready_s, *child))
     assert len(events) == len(instances), "the nodes form a cycle, or the order breaks an edge"
     return events
-
-
-@dataclass(frozen=True)
-class DeviceNeed:
-    """Bytes on a device: its communicators, each once; with them all that stays there whatever runs; the peak."""
-
-    communicator_bytes: float
-    static_bytes: float
-    peak_bytes: float
 
 
 def device_needs(problem: Problem, choice: Sequence[int]) -> list[DeviceNeed]:

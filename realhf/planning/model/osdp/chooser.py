@@ -14,20 +14,18 @@ from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.operators import EMBEDDING, NORMS, can_be_cut, cut_dim, kind_of, operators
 from realhf.planning import _search
-from realhf.planning.model.exchange import Exchange
-from realhf.planning.model.operator_modes import SMALLEST_SLICED_BYTES
+from realhf.planning.model.osdp.exchange import Exchange
+from realhf.planning.model.osdp.problem import MOST_SLICES, SMALLEST_SLICED_BYTES
+from realhf.planning.model.osdp.units import Modes, Shapes, by_stage, operators_on, slice_elements, vector_elements
 from realhf.planning.model.rank_work import HOLES, RankWork
-from realhf.planning.model.units import Modes, Shapes, by_stage, operators_on, slice_elements, vector_elements
 
 SLICES = (1, 2, 4, 8)  # of large operators; which is best depends on what has to be gathered at a time
 SAVED_PARTS = (0.25, 0.5, 0.75)  # of what sharding all states would save, where other calls share the devices
-MOST_SLICES = 64  # of operators that are alike, in one row of the solver
-TIME_LIMIT_S = 1.0
 _ZERO1: Modes = ("zero1",)
 _SHARDED: Modes = ("sharded",)
 
 
-def rooms(left_bytes: float, zero1_bytes: int, least_bytes: int, *, shares_devices: bool) -> list[int]:
+def memory_limits(left_bytes: float, zero1_bytes: int, least_bytes: int, *, shares_devices: bool) -> list[int]:
     """Bytes that states may take, with what is gathered of them: choices of their own, the largest first.
 
     A call that is alone (supervised training) gets what its activations leave (`left_bytes`), since sharding more only
@@ -85,22 +83,22 @@ class Chooser:
         self._slices: dict[tuple[str, Shapes, bool, int, int], _Slice] = {}
         self._state = 0 if self._features.offloads_states else placed.features.state_bytes(placed.dtype)
 
-    def within(self, room_bytes: int) -> ModeRules | None:
-        """The modes that take the least time with states, and what is gathered of them, in `room_bytes`; None where
+    def within(self, limit_bytes: int) -> ModeRules | None:
+        """The modes that take the least time with states, and what is gathered of them, in `limit_bytes`; None where
         none are so small."""
-        return self._choice(room_bytes)
+        return self._choice(limit_bytes)
 
     def smallest(self) -> ModeRules | None:
         """The modes that need the least memory."""
         return self._choice(None)
 
-    def _choice(self, room_bytes: int | None) -> ModeRules | None:
+    def _choice(self, limit_bytes: int | None) -> ModeRules | None:
         """Of all stages: those with the same tied embedding have it in one mode, which the fuller of them chooses."""
         last = self._strategy.pp - 1
         ends = sorted({0, last}, key=lambda stage: -self._elements(stage))
         found: dict[str, Modes] = {}
         for stage in [*ends, *range(1, last)]:
-            modes = self._on_stage(stage, room_bytes, found.get(EMBEDDING) if stage in ends[1:] else None)
+            modes = self._on_stage(stage, limit_bytes, found.get(EMBEDDING) if stage in ends[1:] else None)
             if modes is None:
                 return None
             found |= modes
@@ -110,12 +108,13 @@ class Chooser:
         shapes = operators_on(self._model, self._strategy, stage).values()
         return sum(math.prod(shape) for tensors in shapes for shape in tensors)
 
-    def _on_stage(self, stage: int, room_bytes: int | None, of_embedding: Modes | None) -> dict[str, Modes] | None:
+    def _on_stage(self, stage: int, limit_bytes: int | None, of_embedding: Modes | None) -> dict[str, Modes] | None:
         """By operator of a stage. The tied embedding has the modes of the other stage that has it."""
-        if room_bytes is None:
-            limit = min(_solution(cut.rows, 0)["smallest_fixed_bytes"] for cut in self._cuts(stage, of_embedding))
+        if limit_bytes is None:
+            cuts = self._cuts(stage, of_embedding)
+            limit = min(_search.solve_osdp(cut.rows, 0)["smallest_fixed_bytes"] for cut in cuts)
         else:
-            limit = room_bytes - self._fixed_bytes(stage)
+            limit = limit_bytes - self._fixed_bytes(stage)
         best: tuple[float, dict[str, Modes]] | None = None
         for cut in self._cuts(stage, of_embedding):
             solved = _solved(cut.rows, limit)
@@ -236,7 +235,7 @@ def _solved(rows: tuple[_Row, ...], memory_bytes: int) -> tuple[float, tuple[int
     """Seconds of the best choice within memory, and how many slices of each row are sharded. None: nothing fits."""
     if memory_bytes < 0:
         return None
-    found = _solution(rows, memory_bytes)
+    found = _search.solve_osdp(rows, memory_bytes)
     if not found["feasible"]:
         return None
     sharded = (
@@ -244,18 +243,6 @@ def _solved(rows: tuple[_Row, ...], memory_bytes: int) -> tuple[float, tuple[int
         for counts, (_, _, modes) in zip(found["slices"], rows, strict=True)
     )
     return found["step_s"], tuple(sharded)
-
-
-def _solution(rows: tuple[_Row, ...], memory_bytes: int) -> "_search.OsdpSolution":
-    return _search.solve_osdp(
-        operators=rows,
-        memory_bytes=memory_bytes,
-        bytes_per_sample=0,
-        seconds_per_sample=0.0,
-        min_batch=1,
-        max_batch=1,
-        time_limit_s=TIME_LIMIT_S,
-    )
 
 
 def compact(modes: Mapping[str, Modes], model: DecoderConfig) -> ModeRules:

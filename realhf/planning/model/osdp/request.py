@@ -2,15 +2,15 @@
 
 from dataclasses import MISSING, dataclass
 
+from realhf.architecture.compute import MODES, Mode
 from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
 from realhf.base.numbers import DEVICES, Bounds
 from realhf.base.options import Options, option
-from realhf.planning.clusters import MEMORY_GB
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.hardware import GIB
-from realhf.planning.model.operator_modes import MODES, Links, Mode, OsdpPlan, OsdpProblem, sliced, solve, uniform_plan
-from realhf.planning.model.operators import Training, decoder_problem
+from realhf.planning.model.hardware import GIB, MEMORY_GB
+from realhf.planning.model.osdp.decoder import decoder_problem
+from realhf.planning.model.osdp.problem import Links, OsdpPlan, OsdpProblem, slicings, solve, uniform_plan
 
 BATCH: Bounds = (1, 2**16)
 
@@ -46,17 +46,21 @@ class OsdpRequest(Options):
             UserError: the model or the hardware is not known, or a mode is not.
         """
         hardware = load_hardware(self.hardware)
-        training = Training(
-            sequence_length=self.sequence_length,
-            flops=hardware.flops(self.dtype),
+        given = OsdpProblem(
+            operators=(),
             links=Links.ring(hardware, self.devices, launch_s=self.launch_us * 1e-6),
             memory_bytes=int(self.memory_gb * GIB),
-            dtype=self.dtype,
             modes=self.modes,
             recompute=self.recompute,
             prefetch=self.prefetch,
         )
-        return decoder_problem(architecture(self.model), training)
+        return decoder_problem(
+            architecture(self.model),
+            given,
+            sequence_length=self.sequence_length,
+            flops=hardware.flops(self.dtype),
+            dtype=self.dtype,
+        )
 
 
 def choose(request: OsdpRequest) -> tuple[OsdpPlan, dict[Mode, OsdpPlan | None]]:
@@ -66,9 +70,7 @@ def choose(request: OsdpRequest) -> tuple[OsdpPlan, dict[Mode, OsdpPlan | None]]
         UserError: as `OsdpRequest.problem`, or nothing fits.
     """
     whole = request.problem()
-    # Whole operators have the lower latency, sliced ones the smaller gathers.
-    slicings = sorted({request.slices, *(2**i for i in range(request.slices.bit_length()))})
-    problems = [sliced(whole, slices) for slices in slicings]
+    problems = slicings(whole, request.slices)
     batches = range(1, request.max_batch + 1) if request.batch is None else range(request.batch, request.batch + 1)
     uniform = {}
     plan = solve(problems, batches, time_limit_s=request.seconds)
