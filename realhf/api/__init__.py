@@ -31,6 +31,7 @@ from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
 from realhf.architecture.named import ARCHITECTURES, architecture
 from realhf.architecture.transformers_config import transformers_model
 from realhf.base.errors import RunError, UserError
+from realhf.base.options import Option, Settings
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
@@ -86,6 +87,7 @@ __all__ = [
     "ModelSetup",
     "ModelSource",
     "OptimizerConfig",
+    "Option",
     "Pairs",
     "ParallelStrategy",
     "Policy",
@@ -96,6 +98,7 @@ __all__ = [
     "RewardModel",
     "RopeScaling",
     "RunError",
+    "Settings",
     "TransferProtocol",
     "UserError",
     "ValueModel",
