@@ -33,6 +33,7 @@ from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
 from realhf.architecture.named import ARCHITECTURES, architecture
 from realhf.architecture.transformers_config import transformers_model
 from realhf.base.errors import RunError, UserError
+from realhf.base.options import Option, Settings
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
@@ -91,6 +92,7 @@ __all__ = [
     "ModelSetup",
     "ModelSource",
     "OptimizerConfig",
+    "Option",
     "Pairs",
     "ParallelStrategy",
     "Policy",
@@ -103,6 +105,7 @@ __all__ = [
     "RunError",
     "SampledAccuracy",
     "Score",
+    "Settings",
     "Term",
     "TransferProtocol",
     "Update",

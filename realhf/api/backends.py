@@ -2,6 +2,7 @@
 
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
+from realhf.base.options import COMPUTATION, Option
 
 NATIVE = "native"
 
@@ -12,6 +13,12 @@ BACKENDS = {
     TRANSFORMERS: "realhf.engine.transformers_backend:TransformersModel",
     "megatron": "realhf.engine.megatron_backend:MegatronModel",
 }
+
+
+# A model's field that names one.
+BACKEND_OPTION = Option(
+    f"what computes the model: {', '.join(BACKENDS)}, or MODULE:CLASS of your own", metavar="NAME", group=COMPUTATION
+)
 
 
 def implementation_of(backend: str) -> str:

@@ -1,9 +1,10 @@
 """The options of data sets by kind: what a data set of `realhf.data` is made with, and a script offers to its users."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from realhf.base.errors import UserError
+from realhf.base.options import DATA, Option, Settings
 
 TooLong = Literal["error", "drop", "truncate_left"]
 LossOn = Literal["last", "all"]
@@ -14,54 +15,70 @@ DEFAULT_DATE = "2024-07-26"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class DataOptions(Settings):
     """The options of every kind.
 
-    max_prompt_tokens: the most tokens of a prompt, its begin token included.
-    max_tokens: the most tokens of a prompt with its response.
-    too_long: what happens to longer rows: "error" names the first one; "drop" leaves them out; "truncate_left" takes
-        tokens from the prompt's beginning, and leaves out a row whose response alone is too long.
-    end_token: the text of the token that ends a response; empty: the tokenizer's.
-    prompt_field: the column of the prompt, a text or a chat (a list of messages); empty: found by its name.
-    messages_field: the column of a whole chat; empty: found by its name.
-    as_chat: makes a prompt that is a text the user's turn of a chat.
-    system: the content of a system's turn in front of chats without one.
-    chat_template: takes the place of the tokenizer's: a file of Jinja text, the text, or the name of one of several.
-    chat_date: the date that templates write as today's.
+    Under `too_long` "error" an error names the first row that is too long. "drop" leaves such rows out. "truncate_left"
+    takes tokens from the prompt's beginning, and leaves out a row whose response alone is too long.
     """
 
-    max_prompt_tokens: int | None = None
-    max_tokens: int | None = None
-    too_long: TooLong = "error"
-    end_token: str = ""
-    prompt_field: str = ""
-    messages_field: str = ""
-    as_chat: bool = False
-    system: str = ""
-    chat_template: str = ""
-    chat_date: str = DEFAULT_DATE
+    max_prompt_tokens: Annotated[
+        int | None,
+        Option("most tokens of a prompt, its begin token included", range=(1, None), group=DATA),
+    ] = None
+    max_tokens: Annotated[
+        int | None, Option("most tokens of a prompt with its response", range=(1, None), group=DATA, is_common=True)
+    ] = None
+    too_long: Annotated[
+        TooLong,
+        Option(
+            "longer rows are an error, left out, or lose tokens from the prompt's beginning", group=DATA, is_common=True
+        ),
+    ] = "error"
+    end_token: Annotated[
+        str, Option("text of the token that ends a response (default: the tokenizer's)", metavar="TOKEN", group=DATA)
+    ] = ""
+    prompt_field: Annotated[
+        str,
+        Option("column of the prompt, a text or a chat (default: found by its name)", metavar="COLUMN", group=DATA),
+    ] = ""
+    messages_field: Annotated[
+        str, Option("column of a whole chat (default: found by its name)", metavar="COLUMN", group=DATA)
+    ] = ""
+    as_chat: Annotated[
+        bool, Option("make a prompt that is a text the user's turn of a chat", group=DATA, is_common=True)
+    ] = False
+    system: Annotated[str, Option("system's turn in front of chats without one", group=DATA)] = ""
+    chat_template: Annotated[
+        str,
+        Option(
+            "template in place of the tokenizer's: a file of Jinja text, the text, or the name of one of several",
+            metavar="TEMPLATE",
+            group=DATA,
+        ),
+    ] = ""
+    chat_date: Annotated[str, Option("date that templates write as today's", metavar="DATE", group=DATA)] = DEFAULT_DATE
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+        super().__post_init__()
         if self.too_long not in get_args(TooLong):
             raise UserError(f"too_long={self.too_long!r} is not known; choose from {', '.join(get_args(TooLong))}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleOptions(DataOptions):
-    """The options of examples to learn from.
+    """The options of examples to learn from."""
 
-    response_field: the column of the response; empty: found by its name.
-    text_field: the column of texts that are all response; empty: found by its name.
-    loss_on: of a chat, the assistant's "last" turn has the loss, or "all" of them.
-    """
-
-    response_field: str = ""
-    text_field: str = ""
-    loss_on: LossOn = "last"
+    response_field: Annotated[
+        str, Option("column of the response (default: found by its name)", metavar="COLUMN", group=DATA)
+    ] = ""
+    text_field: Annotated[
+        str,
+        Option("column of texts that are all response (default: found by its name)", metavar="COLUMN", group=DATA),
+    ] = ""
+    loss_on: Annotated[
+        LossOn, Option("turns of the assistant in a chat that have the loss", group=DATA, is_common=True)
+    ] = "last"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,10 +88,11 @@ class ExampleOptions(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PairOptions(DataOptions):
-    """The options of preference pairs.
+    """The options of preference pairs."""
 
-    chosen_field, rejected_field: the columns of the better and of the worse response; empty: found by their names.
-    """
-
-    chosen_field: str = ""
-    rejected_field: str = ""
+    chosen_field: Annotated[
+        str, Option("column of the better response (default: found by its name)", metavar="COLUMN", group=DATA)
+    ] = ""
+    rejected_field: Annotated[
+        str, Option("column of the worse response (default: found by its name)", metavar="COLUMN", group=DATA)
+    ] = ""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
+    Annotated,
     Any,
     Literal,
     NamedTuple,
@@ -24,7 +25,8 @@ from realhf.architecture.model import DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.architecture.transformers_config import check_backend
 from realhf.base.errors import UserError
-from realhf.base.numbers import DEVICES, Range, check_ranges
+from realhf.base.numbers import DEVICES, check_fields
+from realhf.base.options import TRAINING, Option, Settings
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.pools import Pool
@@ -32,47 +34,55 @@ from realhf.dataflow.pools import Pool
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
-# The ranges of an optimizer's numbers by field. They are wide: they refuse values that give only NaN, or no change.
-OPTIMIZER_RANGES = {
-    "lr": Range("optimizer: lr", 1e-20, 1e3),
-    "beta1": Range("optimizer: beta1", 0, 1 - 1e-9),
-    "beta2": Range("optimizer: beta2", 0, 1 - 1e-9),
-    "eps": Range("optimizer: eps", 1e-30, 1e3),
-    "weight_decay": Range("optimizer: weight_decay", 0, 1e3),
-    "warmup_steps": Range("optimizer: warmup_steps", 0, 10**9),
-    "final_lr_ratio": Range("optimizer: final_lr_ratio", 0, 1),
-    "max_grad_norm": Range("optimizer: max_grad_norm", 1e-12, 1e12),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """AdamW with a linear warm-up, then a schedule over all optimizer steps of the run.
 
-    schedule: `constant`, or a `linear` or `cosine` decay to `final_lr_ratio` of `lr` at the end.
-    fp32_gradients: gradients of parameters below float32 are summed in float32 over micro-batches and ranks.
-    offload_states: optimizer states and master copy lie in host memory between optimizer steps; None: as the plan says,
-        otherwise not.
+    Its ranges are wide: they refuse values that give only NaN, or no change.
     """
 
-    lr: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    schedule: LearningRateSchedule = "linear"
-    final_lr_ratio: float = 0.1
-    max_grad_norm: float = 1.0
-    fp32_gradients: bool = True
-    offload_states: bool | None = None
+    WHERE = "optimizer: "
+
+    lr: Annotated[
+        float, Option("learning rate after the warm-up", range=(1e-20, 1e3), group=TRAINING, is_common=True)
+    ] = 1e-4
+    beta1: Annotated[float, Option("AdamW: decay of the mean of gradients", range=(0, 1 - 1e-9), group=TRAINING)] = 0.9
+    beta2: Annotated[
+        float, Option("AdamW: decay of the mean of their squares", range=(0, 1 - 1e-9), group=TRAINING)
+    ] = 0.95
+    eps: Annotated[float, Option("AdamW: added to the root of the mean square", range=(1e-30, 1e3), group=TRAINING)] = (
+        1e-8
+    )
+    weight_decay: Annotated[
+        float, Option("AdamW: decay of the parameters, times the learning rate", range=(0, 1e3), group=TRAINING)
+    ] = 0.0
+    warmup_steps: Annotated[
+        int, Option("optimizer steps in which the learning rate rises from 0", range=(0, 10**9), group=TRAINING)
+    ] = 0
+    schedule: Annotated[
+        LearningRateSchedule, Option("course of the learning rate after the warm-up", group=TRAINING)
+    ] = "linear"
+    final_lr_ratio: Annotated[
+        float,
+        Option("learning rate at the end, as a share of the highest (linear, cosine)", range=(0, 1), group=TRAINING),
+    ] = 0.1
+    max_grad_norm: Annotated[
+        float, Option("gradients of a larger norm are scaled to this one", range=(1e-12, 1e12), group=TRAINING)
+    ] = 1.0
+    fp32_gradients: Annotated[
+        bool, Option("sum gradients in float32 over micro-batches and ranks, whatever the dtype", group=TRAINING)
+    ] = True
+    offload_states: Annotated[
+        bool | None,
+        Option("keep optimizer states in host memory between steps (default: as the plan says)", group=TRAINING),
+    ] = None
 
     def run_with(self, computation: Computation) -> "OptimizerConfig":
         """As it is run: its states lie where the model's computation says."""
         return dataclasses.replace(self, offload_states=computation.offload_states)
 
     def __post_init__(self) -> None:
-        check_ranges(vars(self), OPTIMIZER_RANGES)
+        super().__post_init__()
         if self.schedule not in get_args(LearningRateSchedule):
             known = ", ".join(get_args(LearningRateSchedule))
             raise UserError(f"schedule={self.schedule!r} is not known; choose one of {known}")
@@ -229,9 +239,6 @@ class Experiment(Protocol):
     def evaluation(self) -> Evaluation | None: ...
 
 
-AUTO_RANGES = {name: Range(f"@auto: {name}", *DEVICES) for name in ("nodes", "gpus_per_node")}
-
-
 @dataclass(frozen=True, kw_only=True)
 class AutoSettings:
     """The arguments of `@auto`."""
@@ -248,7 +255,7 @@ class AutoSettings:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise UserError(f"batch_size={self.batch_size} must be at least 1")
-        check_ranges(vars(self), AUTO_RANGES)
+        check_fields("@auto: ", self, {"nodes": DEVICES, "gpus_per_node": DEVICES})
 
 
 SETTINGS_ATTRIBUTE = "__realhf_auto__"

@@ -2,61 +2,102 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 from realhf.architecture.decoding import GraphLife
 from realhf.base.errors import UserError
-from realhf.base.numbers import Range, check_range, check_ranges
+from realhf.base.numbers import check_range
+from realhf.base.options import GENERATION, Option, Settings
 
 _MAX_TOKENS = 2**31
-RANGES = {
-    "max_new_tokens": Range("max_new_tokens", 1, _MAX_TOKENS, "tokens"),
-    "eos_token": Range("eos_token (-1: none)", -1, _MAX_TOKENS),
-    "top_k": Range("top_k (0: all)", 0, _MAX_TOKENS, "tokens"),
-    "top_p": Range("top_p", 1e-9, 1),
-    "kv_cache_tokens": Range("kv_cache_tokens", 1, 2**40, "tokens"),
-    "samples_per_prompt": Range("samples_per_prompt", 1, 2**20, "responses"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
+class GenerationOptions(Settings):
     """The distribution that tokens are drawn from, and the ends of a response.
 
     Tokens are drawn from softmax(logits / temperature), truncated by `top_k` and then by `top_p`. A response ends with
-    the end token, with a stop sequence or a stop string (which stay in it), or after `max_new_tokens`.
+    the end token, with a stop sequence or a stop string (which stay in it), or after `max_new_tokens`. A text may be
+    cut into tokens in several ways, so prefer `stop_strings` to `stop_sequences`: a response ends with the token that
+    completes a stop string in its text, however it is cut. The token stays in the response, with any text that it has
+    after the string. Special tokens count as their text (`<|im_end|>`).
+
+    `eos_token` of -1: no token ends a response; None, in scripts alone: those of the model's tokenizer. With `top_k`
+    tokens as likely as the last of the k count too. A step's batch_size counts responses: it has
+    batch_size / samples_per_prompt prompts, each of which is computed once, and the responses to one of them are
+    neighbours. Graphs of decode steps give the same tokens; kept graphs and cache take memory during training too.
     """
 
-    max_new_tokens: int
-    eos_token: int | None = None
-    """The token that ends a response; -1: none does. None, in scripts alone: those of the model's tokenizer."""
-    temperature: float = 1.0
-    """0 takes the most likely token."""
-    top_k: int = 0
-    """Draw from the k most likely tokens, and tokens as likely as the last of them; 0: from all."""
-    top_p: float = 1.0
-    """Draw from the fewest most likely tokens whose probabilities sum to at least this."""
-    min_new_tokens: int = 0
-    """Before a response has this many tokens, the end token is not drawn, and no stop sequence or string ends it."""
-    stop_sequences: tuple[tuple[int, ...], ...] = ()
-    """Stop sequences as tokens. A text may be cut into tokens in several ways; prefer `stop_strings`."""
-    stop_strings: tuple[str, ...] = ()
-    """Stop strings as text, however it is cut into tokens: a response ends with the token that completes one of them in
-    its text. String and token stay in the response, with any text that the token has after the string. Special tokens
-    count as their text (`<|im_end|>`)."""
-    tokenizer: str = ""
-    """A `tokenizer.json`, which turns responses into text for stop strings and for comparing answers."""
-    samples_per_prompt: int = 1
-    """Responses to each prompt. The prompt is computed once, and each response has random numbers of its own. A step's
-    batch_size counts responses: it has batch_size / samples_per_prompt prompts, and the responses to one of them are
-    neighbours."""
-    kv_cache_tokens: int | None = None
-    """The size of the KV cache on a device, in tokens. If it is full, sequences wait, or are recomputed later. None:
-    large enough for every need."""
-    decode_graphs: GraphLife | None = None
-    """CUDA graphs for decode steps on a GPU: "kept" from call to call with the KV cache, captured in each "call", or
-    "off"; None: what the plan says, else "kept". The tokens are the same; kept graphs and cache take memory during
-    training too."""
+    max_new_tokens: Annotated[
+        int,
+        Option("most tokens of a response", range=(1, _MAX_TOKENS), unit="tokens", group=GENERATION, is_common=True),
+    ]
+    eos_token: Annotated[
+        int | None,
+        Option(
+            "token that ends a response (-1: none; default: those of the tokenizer)",
+            range=(-1, _MAX_TOKENS),
+            group=GENERATION,
+        ),
+    ] = None
+    temperature: Annotated[
+        float,
+        Option("temperature that tokens are drawn at (0: the most likely token)", group=GENERATION, is_common=True),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Option("draw from the K most likely tokens (0: all)", range=(0, _MAX_TOKENS), unit="tokens", group=GENERATION),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Option(
+            "draw from the fewest most likely tokens whose probabilities sum to this", range=(1e-9, 1), group=GENERATION
+        ),
+    ] = 1.0
+    min_new_tokens: Annotated[
+        int, Option("least tokens before the end token or a stop string ends a response", group=GENERATION)
+    ] = 0
+    stop_sequences: Annotated[
+        tuple[tuple[int, ...], ...], Option("sequences of tokens that end a response", group=GENERATION)
+    ] = ()
+    stop_strings: Annotated[
+        tuple[str, ...], Option("texts that end a response, however they are cut into tokens", group=GENERATION)
+    ] = ()
+    tokenizer: Annotated[
+        str,
+        Option(
+            "tokenizer.json that turns responses into text for stop strings and answers",
+            metavar="FILE",
+            group=GENERATION,
+        ),
+    ] = ""
+    samples_per_prompt: Annotated[
+        int,
+        Option(
+            "responses to each prompt, its group; a step has --batch-size / N prompts",
+            range=(1, 2**20),
+            unit="responses",
+            group=GENERATION,
+            is_common=True,
+        ),
+    ] = 1
+    kv_cache_tokens: Annotated[
+        int | None,
+        Option(
+            "tokens of a device's KV cache; sequences wait while it is full (default: enough for all)",
+            range=(1, 2**40),
+            unit="tokens",
+            group=GENERATION,
+        ),
+    ] = None
+    decode_graphs: Annotated[
+        GraphLife | None,
+        Option(
+            "CUDA graphs of decode steps stay from call to call, are captured in each call, or are off (default: as "
+            "the plan says)",
+            group=GENERATION,
+        ),
+    ] = None
 
     @property
     def end_token(self) -> int:
@@ -66,9 +107,9 @@ class GenerationOptions:
         return self.eos_token
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.temperature != 0:
             check_range("temperature, where it is not 0 (the most likely token),", self.temperature, 1e-6, 1e6)
-        check_ranges(vars(self), RANGES)
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise UserError(
                 f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}"

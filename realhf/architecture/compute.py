@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from realhf.base.errors import UserError
+from realhf.base.options import COMPUTATION, Option
 
 Mode = Literal["replicated", "zero1", "sharded"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -81,10 +82,26 @@ class ComputeConfig:
     """What the user fixes of a model's `Computation`. None leaves a choice open: the plan decides, and where it says
     nothing, the defaults of `Computation` hold. Nothing overrides a value that is given here."""
 
-    data_parallel: OfAll | None = None
-    prefetch: bool | None = None
-    sequence_parallel: bool | None = None
-    recomputation: Recomputation | None = None
+    data_parallel: Annotated[
+        OfAll | None,
+        Option(
+            "data-parallel ranks divide optimizer states (zero1), or parameters and gradients too (fsdp; default: as "
+            "the plan says)",
+            group=COMPUTATION,
+        ),
+    ] = None
+    prefetch: Annotated[
+        bool | None,
+        Option("gather the next part of divided parameters ahead (default: as the plan says)", group=COMPUTATION),
+    ] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        Option("tensor-parallel ranks divide norms along the tokens (default: as the plan says)", group=COMPUTATION),
+    ] = None
+    recomputation: Annotated[
+        Recomputation | None,
+        Option("activations that the backward pass computes again (default: as the plan says)", group=COMPUTATION),
+    ] = None
 
     def __post_init__(self) -> None:
         _check(self)

@@ -1,10 +1,11 @@
 """The architecture of a decoder: everything about a model except its weights."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
+from realhf.base.options import RANDOM_WEIGHTS, Option, Settings
 
 Head = Literal["lm", "scalar"]
 DType = Literal["float32", "float64", "bfloat16"]
@@ -19,18 +20,10 @@ RopeScalingKind = Literal["none", "linear", "dynamic", "llama3"]
 MAX_LAYERS = 1_000
 _MAX_POSITIONS = 10**9
 _MAX_EXPERTS = 100_000  # of all layers together
-_SIZES = {
-    "hidden_size": 10**5,
-    "intermediate_size": 10**6,
-    "num_layers": MAX_LAYERS,
-    "num_heads": 10**4,
-    "num_kv_heads": 10**4,
-    "vocab_size": 10**7,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScaling(Settings):
     """How rotary angles are stretched for sequences longer than those of pre-training.
 
     `linear`: all frequencies are divided by `factor` (Chen et al., 2023). `dynamic`: the base grows with lengths above
@@ -39,17 +32,25 @@ class RopeScaling:
     `low_frequency_factor` and `high_frequency_factor` interpolated (Llama 3.1).
     """
 
-    kind: RopeScalingKind = "none"
-    factor: float = 1.0
-    original_positions: int = 8192
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
+    WHERE = "rope scaling: "
+
+    kind: Annotated[
+        RopeScalingKind, Option("how rotary angles are stretched for long sequences", group=RANDOM_WEIGHTS)
+    ] = "none"
+    factor: Annotated[float, Option("factor that they are stretched by", range=(1, 10**6), group=RANDOM_WEIGHTS)] = 1.0
+    original_positions: Annotated[
+        int, Option("longest sequence before stretching", range=(1, _MAX_POSITIONS), group=RANDOM_WEIGHTS)
+    ] = 8192
+    low_frequency_factor: Annotated[
+        float,
+        Option("llama3: angles of lower frequencies are divided by the factor", range=(0, 10**6), group=RANDOM_WEIGHTS),
+    ] = 1.0
+    high_frequency_factor: Annotated[
+        float, Option("llama3: angles of higher frequencies are kept", range=(0, 10**6), group=RANDOM_WEIGHTS)
+    ] = 4.0
 
     def __post_init__(self) -> None:
-        check_range("rope scaling: factor", self.factor, 1, 10**6)
-        check_range("rope scaling: original_positions", self.original_positions, 1, _MAX_POSITIONS)
-        for name in ("low_frequency_factor", "high_frequency_factor"):
-            check_range(f"rope scaling: {name}", getattr(self, name), 0, 10**6)
+        super().__post_init__()
         if self.kind == "llama3" and not 0 < self.low_frequency_factor < self.high_frequency_factor:
             raise UserError(
                 f"rope scaling: low_frequency_factor={self.low_frequency_factor} must be above 0 and below "
@@ -65,9 +66,11 @@ class Experts:
     chosen weights are scaled to sum to one (as Mixtral always does).
     """
 
-    count: int = 0
-    per_token: int = 0
-    normalised: bool = True
+    count: Annotated[int, Option("experts in place of each MLP (0: none)", group=RANDOM_WEIGHTS)] = 0
+    per_token: Annotated[int, Option("experts that each token goes through", group=RANDOM_WEIGHTS)] = 0
+    normalised: Annotated[
+        bool, Option("scale the weights of the chosen experts to sum to one", group=RANDOM_WEIGHTS)
+    ] = True
 
     def __post_init__(self) -> None:
         if self.count < 0 or not (1 <= self.per_token <= self.count if self.count else self.per_token == 0):
@@ -77,61 +80,69 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(Settings):
     """A decoder-only transformer; the defaults are those of Llama (RMSNorm, rotary positions, SwiGLU).
 
-    Attributes:
-        intermediate_size: width of an MLP, or of each expert.
-        head: `lm` gives logits [tokens, vocab_size], `scalar` one value a token (critic, reward model).
-        rms_norm_eps: epsilon of every norm.
-        attention_head_dim: width of a head, if it is not hidden_size / num_heads.
-        norm: `rms_plus_one` multiplies by 1 + weight; `layer` is LayerNorm with a bias.
-        activation: of the MLP; `gelu_tanh` is the tanh approximation.
-        mlp: `gated` is down(activation(gate(x)) * up(x)), `plain` down(activation(up(x))).
-        qkv_bias, attention_output_bias, mlp_bias: which linears have a bias.
-        qk_norm: an RMSNorm over each head of queries and keys, before rotation.
-        positions: rotary angles, or a learned embedding of `max_positions` positions, the longest sequence.
-        max_positions: 0 for rotary positions.
-        max_position_embeddings: the longest sequence that rotary angles were trained for, by the Hugging Face
-            checkpoint (None: not known). No result depends on it, and models that differ only in it are equal.
-        sliding_window: how many tokens a token attends to, itself included (None: all before it), in all layers but
-            `full_attention_layers`.
-        scale_embeddings: embeddings are multiplied by sqrt(hidden_size).
+    `activation` "gelu_tanh" is the tanh approximation. No result depends on `max_position_embeddings`, which Hugging
+    Face checkpoints name, and models that differ only in it are equal.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    vocab_size: int
-    head: Head = "lm"
-    tied_embeddings: bool = False
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-5
-    attention_head_dim: int | None = None
-    norm: Norm = "rms"
-    activation: Activation = "silu"
-    mlp: Mlp = "gated"
-    qkv_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    positions: Positions = "rotary"
-    max_positions: int = 0
+    hidden_size: Annotated[int, Option("width of the residual stream", range=(1, 10**5), group=RANDOM_WEIGHTS)]
+    intermediate_size: Annotated[
+        int, Option("width of an MLP, or of each expert", range=(1, 10**6), group=RANDOM_WEIGHTS)
+    ]
+    num_layers: Annotated[int, Option("layers", range=(1, MAX_LAYERS), group=RANDOM_WEIGHTS)]
+    num_heads: Annotated[int, Option("query heads", range=(1, 10**4), group=RANDOM_WEIGHTS)]
+    num_kv_heads: Annotated[int, Option("key and value heads", range=(1, 10**4), group=RANDOM_WEIGHTS)]
+    vocab_size: Annotated[int, Option("tokens of the vocabulary", range=(1, 10**7), group=RANDOM_WEIGHTS)]
+    head: Annotated[Head, Option("logits of tokens (lm), or one value a token (scalar)", group=RANDOM_WEIGHTS)] = "lm"
+    tied_embeddings: Annotated[bool, Option("use the embedding as output matrix too", group=RANDOM_WEIGHTS)] = False
+    rope_theta: Annotated[float, Option("base of rotary angles", range=(1, 10**12), group=RANDOM_WEIGHTS)] = 10_000.0
+    rms_norm_eps: Annotated[float, Option("epsilon of every norm", range=(0, 1), group=RANDOM_WEIGHTS)] = 1e-5
+    attention_head_dim: Annotated[
+        int | None, Option("width of a head (default: hidden_size / num_heads)", group=RANDOM_WEIGHTS)
+    ] = None
+    norm: Annotated[
+        Norm, Option("RMSNorm, RMSNorm times 1 + weight, or LayerNorm with a bias", group=RANDOM_WEIGHTS)
+    ] = "rms"
+    activation: Annotated[Activation, Option("activation of the MLP", group=RANDOM_WEIGHTS)] = "silu"
+    mlp: Annotated[
+        Mlp, Option("down(activation(gate(x)) * up(x)), or plain: down(activation(up(x)))", group=RANDOM_WEIGHTS)
+    ] = "gated"
+    qkv_bias: Annotated[bool, Option("queries, keys and values have a bias", group=RANDOM_WEIGHTS)] = False
+    attention_output_bias: Annotated[bool, Option("attention's output has a bias", group=RANDOM_WEIGHTS)] = False
+    mlp_bias: Annotated[bool, Option("the linears of the MLP have a bias", group=RANDOM_WEIGHTS)] = False
+    qk_norm: Annotated[
+        bool, Option("RMSNorm over each head of queries and keys, before rotation", group=RANDOM_WEIGHTS)
+    ] = False
+    positions: Annotated[Positions, Option("rotary angles, or a learned embedding", group=RANDOM_WEIGHTS)] = "rotary"
+    max_positions: Annotated[
+        int,
+        Option(
+            "longest sequence of learned positions (0 for rotary ones)", range=(0, _MAX_POSITIONS), group=RANDOM_WEIGHTS
+        ),
+    ] = 0
     rope_scaling: RopeScaling = RopeScaling()
-    sliding_window: int | None = None
-    full_attention_layers: tuple[int, ...] = ()
-    scale_embeddings: bool = False
+    sliding_window: Annotated[
+        int | None,
+        Option(
+            "tokens that a token attends to, itself included (default: all before it)",
+            range=(1, _MAX_POSITIONS),
+            group=RANDOM_WEIGHTS,
+        ),
+    ] = None
+    full_attention_layers: Annotated[
+        tuple[int, ...], Option("layers without the sliding window", group=RANDOM_WEIGHTS)
+    ] = ()
+    scale_embeddings: Annotated[bool, Option("multiply embeddings by sqrt(hidden_size)", group=RANDOM_WEIGHTS)] = False
     experts: Experts = Experts()
-    max_position_embeddings: int | None = field(default=None, compare=False)
+    max_position_embeddings: Annotated[
+        int | None,
+        Option("longest sequence that rotary angles were trained for (default: not known)", group=RANDOM_WEIGHTS),
+    ] = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name, most in _SIZES.items():
-            check_range(name, getattr(self, name), 1, most)
-        check_range("max_positions", self.max_positions, 0, _MAX_POSITIONS)
-        check_range("rope_theta", self.rope_theta, 1, 10**12)
-        check_range("rms_norm_eps", self.rms_norm_eps, 0, 1)
+        super().__post_init__()
         check_range("num_layers x experts.count", self.num_layers * self.experts.count, 0, _MAX_EXPERTS)
         self._check_heads()
         if self.head == "scalar" and self.tied_embeddings:
@@ -145,8 +156,6 @@ class DecoderConfig:
             raise UserError("rope_scaling is for rotary positions; learned ones have no angles to scale")
         if self.sliding_window is None and self.full_attention_layers:
             raise UserError("full_attention_layers needs a sliding_window that the other layers have")
-        if self.sliding_window is not None:
-            check_range("sliding_window", self.sliding_window, 1, _MAX_POSITIONS)
         if self.experts.count and (self.mlp != "gated" or self.mlp_bias):
             raise UserError("experts are gated MLPs without biases; set mlp='gated' and mlp_bias=False")
 

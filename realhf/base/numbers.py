@@ -1,7 +1,8 @@
 """Ranges of numbers from outside: command lines, experiments, files."""
 
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from realhf.base.errors import UserError
 
@@ -18,33 +19,21 @@ SECONDS: Bounds = (0, 1e9)
 BYTES: Bounds = (0, 2**60)
 
 
-def check_range(name: str, value: Number, low: float, high: float, unit: str = "") -> Number:
-    """`value`, if it lies from `low` to `high`; `name` is the user's: `--memory-gb`, or `optimizer.lr`.
+def check_range(name: str, value: Number, low: float | None, high: float | None, unit: str = "") -> Number:
+    """`value`, if it is finite and lies from `low` to `high` (None: no bound); `name` is the user's: `--memory-gb`, or
+    `optimizer.lr`.
 
     Raises:
         UserError: the value is outside the range, or NaN.
     """
-    if not low <= value <= high:  # false for NaN
-        raise UserError(
-            f"{name} {value} is not from {low:,.12g} to {high:,.12g}{unit and ' '}{unit}; give a number in that range"
-        )
+    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    if not (least <= value <= most and abs(value) < math.inf):  # false for NaN
+        if high is None:
+            rule = "finite" if low is None else f"at least {low:,.12g}"
+        else:
+            rule = f"at most {high:,.12g}" if low is None else f"from {low:,.12g} to {high:,.12g}"
+        raise UserError(f"{name} {value} is not {rule}{unit and ' '}{unit}; give a number in that range")
     return value
-
-
-class Range(NamedTuple):
-    """See `check_range`."""
-
-    name: str
-    low: float
-    high: float
-    unit: str = ""
-
-
-def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:
-    """Checks every value that has a range and is not None. Raises as `check_range` does."""
-    for key, (name, low, high, unit) in ranges.items():
-        if values.get(key) is not None:
-            check_range(name, values[key], low, high, unit)
 
 
 def check_fields(where: str, values: object, ranges: Mapping[str, Bounds]) -> None:

@@ -1,60 +1,137 @@
-"""Options: fields of a request that the command line has too. Name, default, help and range stand with the field."""
+"""Options: fields that a user sets by name. Help, range and place in the help stand with the field:
 
+steps: Annotated[int, Option("steps of training", range=(1, None))] = 100
+"""
+
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, get_type_hints
+from dataclasses import KW_ONLY, dataclass
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 from realhf.base.numbers import check_range
 
-_METADATA = "option"
+# Headings of an experiment's fields in the help, in its order.
+HEADINGS = (
+    NEEDED := "model, data and reward",
+    TRAINING := "training",
+    GENERATION := "generation",
+    ALGORITHM := "algorithm",
+    EVALUATION := "evaluation",
+    DATA := "the data",
+    REWARD := "the reward",
+    COMPUTATION := "computation",
+    RANDOM_WEIGHTS := "random weights (without --model)",
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is declared of an option.
+
+    help: what it does. The help of a command adds the default, unless the text names one.
+    range: the least and the largest number; None: no bound on that side.
+    unit: of the number, for errors.
+    metavar: stands for the value in the help.
+    flag: the name on the command line of a request's option, by default `--field-name`.
+    group: the heading of its place in the help.
+    is_common: whether `--help` shows it; `--help-all` shows every option.
+    is_list: one option takes several values; other tuples are options that may be repeated.
+    """
+
+    help: str
+    _: KW_ONLY
+    range: tuple[float | None, float | None] = (None, None)
+    unit: str = ""
+    metavar: str | None = None
+    flag: str = ""
+    group: str = ""
+    is_common: bool = False
+    is_list: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
-    """`flag`: its name on the command line. `bounds`: the least and the largest value, if it is a number with any."""
+class OptionField:
+    """A field that is an option. `type` is that of its values, and `default` is `inspect.Parameter.empty` where it has
+    to be given."""
 
     flag: str
-    help: str
-    metavar: str | None = None
-    bounds: tuple[float, float] | None = None
-    unit: str = ""
+    type: Any
+    default: Any
+    option: Option
 
     @property
     def attribute(self) -> str:
         """The name of its value among the parsed arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
 
+    @property
+    def takes_value(self) -> bool:
+        return self.type is not bool
 
-def option(default: Any, help: str, **about: Any) -> Any:
-    """A field of a frozen dataclass that is an option; `about`: see `Option`, the flag is by default `--field-name`.
-    One whose default is `dataclasses.MISSING` has to be given.
 
-    Its type is bool, int, float, str, Path, a literal of strings, one of these or None, or a tuple of strings or paths,
-    which is given as an option that may be repeated, or, where its default is None, by one with several values.
+@cache
+def options_in(of: type) -> Mapping[str, OptionField]:
+    """The options of a dataclass or of a msgspec Struct, by field.
+
+    The type of an option is bool, int, float, str, Path, a literal of strings, one of these or None, or a tuple of
+    strings or paths.
     """
-    return field(default=default, metadata={_METADATA: {"help": help, **about}})
-
-
-def options_in(of: type) -> Mapping[str, Option]:
-    """The options of a dataclass, by field."""
-    found = {}
-    for one in fields(of):
-        if about := one.metadata.get(_METADATA):
-            found[one.name] = Option(**{"flag": f"--{one.name.replace('_', '-')}", **about})
+    parameters, found = inspect.signature(of).parameters, {}
+    for name, hint in hints_of(of).items():
+        declared, option = declaration(hint)
+        if option is not None:
+            flag = option.flag or f"--{name.replace('_', '-')}"
+            found[name] = OptionField(flag=flag, type=declared, default=parameters[name].default, option=option)
     return found
+
+
+def hints_of(of: type) -> dict[str, Any]:
+    """The annotations of a class's fields. A field that is repeated for another default keeps its option."""
+    found: dict[str, Any] = {}
+    for one in reversed(of.__mro__):
+        for name, hint in get_type_hints(one, include_extras=True).items():
+            if declaration(hint)[1] or declaration(found.get(name))[1] is None:
+                found[name] = hint
+    return found
+
+
+def declaration(hint: Any) -> tuple[Any, Option | None]:
+    """The type of a field's values, None left out, and what is declared of it as an option."""
+    option = None
+    if get_origin(hint) is Annotated:
+        option = next((one for one in get_args(hint) if isinstance(one, Option)), None)
+        hint = get_args(hint)[0]
+    parts = [one for one in get_args(hint) if one is not NoneType]
+    return parts[0] if NoneType in get_args(hint) and len(parts) == 1 else hint, option
 
 
 def flags(of: type) -> dict[str, bool]:
     """Whether the option takes a value, by the name that it has on the command line."""
-    types = get_type_hints(of)
-    return {option.flag: types[name] not in (bool, bool | None) for name, option in options_in(of).items()}
+    return {one.flag: one.takes_value for one in options_in(of).values()}
+
+
+def check_options(of: type, values: Mapping[str, Any], where: str | None = None) -> None:
+    """Raises UserError if one of the `values` is out of the range of the option in `of`; None is in every range. Errors
+    call it by its name on the command line, or by `where` and the name of its field."""
+    for name, one in options_in(of).items():
+        low, high = one.option.range
+        if (low, high) != (None, None) and values.get(name) is not None:
+            check_range(one.flag if where is None else f"{where}{name}", values[name], low, high, one.option.unit)
 
 
 class Options:
-    """A dataclass of options. Raises UserError at construction if one is out of its range; None is in every range."""
+    """A dataclass of options, whose ranges are checked at construction. Raises UserError. `WHERE`: see
+    `check_options`."""
+
+    WHERE: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for name, one in options_in(type(self)).items():
-            value = getattr(self, name)
-            if one.bounds is not None and value is not None:
-                check_range(one.flag, value, *one.bounds, one.unit)
+        check_options(type(self), vars(self), self.WHERE)
+
+
+class Settings(Options):
+    """Options of an experiment. Errors call them by the names of their fields."""
+
+    WHERE = ""

@@ -1,78 +1,110 @@
-"""The command line: `realhf COMMAND`, with the commands of `COMMANDS`."""
+"""The command line: `realhf COMMAND`, with the commands of `GROUPS`."""
 
-import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 
 import realhf
 from realhf.base.errors import RunError, UserError
+from realhf.base.options import HEADINGS
 from realhf.base.shown import visible
+from realhf.cli.command import HELP, HELP_ALL, Command
+from realhf.cli.renamed import check_names
 from realhf.lifecycle.interruption import Stopped
 
-COMMANDS = {
-    "run": "plan an experiment, start its workers, and train",
-    "status": "say where a run stands",
-    "attach": "watch a run that another process has started",
-    "stop": "end a run with a checkpoint",
-    "plan": "find the fastest execution plan, or predict a given one",
-    "replan": "search a run's plan again, with measured times",
-    "search": "find the fastest plan of a planning problem given as a file",
-    "profile": "measure this machine, once per model type",
-    "convert": "convert a checkpoint from or to Hugging Face's format",
-    "report": "write a run's report.html",
-    "compare": "draw several runs in one page",
-    "doctor": "check the installation and this machine",
+# The commands by what people want, each with a line for `realhf --help`. Each is a module of this folder.
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "use": {
+        "run": "plan an experiment, start its workers, and train",
+        "status": "say where a run stands",
+        "attach": "watch a run that another process has started",
+        "stop": "end a run with a checkpoint",
+        "report": "write a run's report.html",
+        "compare": "draw several runs in one page",
+    },
+    "prepare": {
+        "doctor": "check the installation and this machine",
+        "profile": "measure this machine, once per model type",
+        "convert": "convert a checkpoint from or to Hugging Face's format",
+    },
+    "study": {
+        "plan": "find the fastest execution plan, or predict a given one",
+        "replan": "search a run's plan again, with measured times",
+        "osdp": "choose which operators of a model data parallelism shards",
+        "search": "find the fastest plan of a planning problem given as a file",
+    },
 }
-OSDP = "--osdp"  # makes `realhf plan` one of a model's operators, with arguments of its own
+COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in commands.items()}
 THEN = "--then"  # of `realhf run`: what is behind it is another run, which begins when the one before has ended well
 WITH_EXPERIMENT = ("run", "plan", "profile")  # options that they do not know are fields of the experiment
 
 
-def parser(command: str | None = None, *, osdp: bool = False) -> argparse.ArgumentParser:
-    """The parser with all commands. Only `command` has its arguments: the modules of the others are not imported.
-    `osdp`: `plan` has the arguments of `plan --osdp`."""
-    top = argparse.ArgumentParser(
-        prog="realhf",
-        description="Plans and runs reinforcement-learning training of language models.",
-        epilog="example: realhf run experiments/ppo.py --steps 10",
-    )
-    top.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        chosen = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name == command:
-            module = importlib.import_module(f"realhf.cli.{'osdp' if osdp and name == 'plan' else name}")
-            chosen.description, chosen.epilog = module.DESCRIPTION, module.EXAMPLE
-            takes_fields = name in WITH_EXPERIMENT and not osdp
-            chosen.allow_abbrev = not takes_fields
-            chosen.set_defaults(execute=module.execute, takes_experiment_fields=takes_fields)
-            module.add_arguments(chosen)
-    return top
+def parser(name: str) -> Command:
+    """The parser of a command, for the words behind its name. No other command's module is imported."""
+    module = importlib.import_module(f"realhf.cli.{name}")
+    takes_fields = name in WITH_EXPERIMENT
+    command = Command(name, headings=HEADINGS if takes_fields else (), takes_fields=takes_fields)
+    command.description, command.epilog = module.DESCRIPTION, module.EXAMPLE
+    module.add_arguments(command)
+    command.end_with_help()
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Its exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted;
     that of a process of the run which ended by itself with another one."""
-    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        command = next((word for word in words if word in COMMANDS), None)
-        top = parser(command, osdp=any(word == OSDP or word.startswith(f"{OSDP}=") for word in words))
-        # A chain is parsed stage by stage (`realhf.cli.several`).
-        own = words[: words.index(THEN)] if command == "run" and THEN in words else words
-        arguments, rest = top.parse_known_args(own)
-        if rest and not arguments.takes_experiment_fields:
-            top.error(f"unknown arguments: {' '.join(rest)}")
-        arguments.overrides, arguments.words, arguments.all_words = rest, own, words
-        code: int = arguments.execute(arguments)
-        return code
+        return _carry_out(list(sys.argv[1:] if argv is None else argv))
     except (UserError, RunError, KeyboardInterrupt, Stopped) as error:
         if argv is None and isinstance(error, KeyboardInterrupt | Stopped):
             # This process ends now: a second Ctrl-C must not turn its exit code into a signal's.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         print_error(error)
         return returncode_of(error)
+
+
+def _carry_out(words: list[str]) -> int:
+    name, *rest = words or [""]
+    if name == "--version":
+        print(f"realhf {realhf.__version__}")
+        return 0
+    if not name or name in (*HELP, HELP_ALL):
+        print(_overview(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
+    if name not in COMMANDS:
+        meant = "".join(f"; did you mean {one}?" for one in get_close_matches(name, COMMANDS, 1))
+        raise UserError(f"{name!r} is no command of realhf; choose from {', '.join(COMMANDS)}{meant}")
+    check_names(name, rest)
+    if {*HELP, HELP_ALL} & {*rest}:
+        from realhf.cli.help import help_of  # which imports this module
+
+        print(help_of(name, rest), end="")
+        return 0
+    # A chain is parsed stage by stage (`realhf.cli.several`).
+    own = rest[: rest.index(THEN)] if name == "run" and THEN in rest else rest
+    command = parser(name)
+    arguments, others = command.parse_known_args(own)
+    if others and not command.takes_fields:
+        command.error(f"unknown arguments: {' '.join(others)}")
+    arguments.overrides, arguments.words, arguments.all_words = others, [name, *own], words
+    code: int = importlib.import_module(f"realhf.cli.{name}").execute(arguments)
+    return code
+
+
+def _overview() -> str:
+    """The commands, in their groups."""
+    lines = ["usage: realhf COMMAND ...", "", "Plans and runs reinforcement-learning training of language models."]
+    width = max(len(name) for name in COMMANDS)
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:{width}}  {summary}" for name, summary in commands.items())]
+    lines += [
+        "",
+        "`realhf COMMAND --help` explains a command, `realhf run --list` the ready algorithms; `realhf --version`",
+        "example: realhf run grpo --model ./Qwen2.5-1.5B --data train.jsonl --reward rewards.py:correct",
+    ]
+    return "\n".join(lines)
 
 
 def returncode_of(error: BaseException) -> int:

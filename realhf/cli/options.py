@@ -1,15 +1,15 @@
 """The options of requests (`realhf.base.options`) as arguments of a command; those that name an experiment."""
 
 import argparse
-from collections.abc import Container
-from dataclasses import MISSING, fields
+import inspect
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from realhf.base.errors import UserError
-from realhf.base.options import options_in
+from realhf.base.options import Option, OptionField, options_in
+from realhf.cli.command import Command
 from realhf.cli.output import Output
 from realhf.experiments import ready_experiments, ready_file
 from realhf.planning.presets import PRESETS
@@ -17,66 +17,73 @@ from realhf.planning.request import DevicesRequest, Measured, PlanRequest, Searc
 
 T = TypeVar("T")
 
-
-class Arguments(Protocol):
-    """A parser, or a group of one."""
-
-    def add_argument(self, name: str, **settings: Any) -> Any: ...
+METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 
 
-def add_options(to: Arguments, of: type, known: Container[str] = ()) -> None:
-    """Adds the options of a dataclass, except those whose values are among the parsed arguments `known`."""
-    types, defaults = get_type_hints(of), {one.name: one.default for one in fields(of)}
-    for name, option in options_in(of).items():
-        if option.attribute in known:
-            continue
-        value = next((one for one in get_args(types[name]) if NoneType in get_args(types[name])), types[name])
-        settings: dict[str, Any] = {"help": option.help}
-        settings |= {"required": True} if defaults[name] is MISSING else {"default": defaults[name]}
-        if value is bool:
-            settings["action"] = "store_true"
-        elif get_origin(value) is Literal:
-            settings["choices"] = get_args(value)
-        elif get_origin(value) is tuple:
-            settings |= {"type": get_args(value)[0], "metavar": option.metavar}
-            settings |= (
-                {"nargs": "+"} if defaults[name] is None else {"action": "append", "default": [*settings["default"]]}
-            )
-        else:
-            settings |= {"type": value, "metavar": option.metavar}
-        to.add_argument(option.flag, **settings)
+def add_options(command: Command, of: type, *, group: str = "", shows_all: bool = False) -> None:
+    """Adds the options of a dataclass or Struct, under the heading `group` where one is given. `shows_all`: all of them
+    are common. Those that are not given leave nothing among the parsed arguments."""
+    for one in options_in(of).values():
+        is_common = one.option.is_common or shows_all
+        option = replace(one.option, group=group or one.option.group, is_common=is_common)
+        command.add(one.flag, option, default_text(one), default=argparse.SUPPRESS, **_settings(one))
+
+
+def _settings(one: OptionField) -> dict[str, Any]:
+    """How argparse reads an option."""
+    value, option = one.type, one.option
+    settings: dict[str, Any] = {"required": one.default is inspect.Parameter.empty}
+    if value is bool:
+        return settings | {"action": "store_true"}
+    if get_origin(value) is Literal:
+        return settings | {"choices": get_args(value)}
+    if get_origin(value) is tuple:
+        value = get_args(value)[0]
+        settings |= {"nargs": "+"} if option.is_list else {"action": "append"}
+    return settings | {"type": value, "metavar": option.metavar or METAVARS[value]}
+
+
+def default_text(one: OptionField) -> str:
+    """What the help says of an option's default; empty where it has none, or its text names one."""
+    default = one.default
+    if default in (None, "", (), inspect.Parameter.empty) or default is False or "default" in one.option.help:
+        return ""
+    value = "on" if default is True else f"{default:g}" if isinstance(default, float) else default
+    return f"default {value}"
+
+
+def given_in(of: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of a dataclass or Struct that the parsed arguments give, by field."""
+    given = vars(arguments)
+    found = {name: given[one.attribute] for name, one in options_in(of).items() if one.attribute in given}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def options_of(of: type[T], arguments: argparse.Namespace, **others: Any) -> T:
     """The dataclass with its options from parsed arguments, and `others`. Raises UserError as the dataclass does."""
-    values = {name: getattr(arguments, option.attribute) for name, option in options_in(of).items()}
-    return of(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}, **others)
+    return of(**given_in(of, arguments), **others)
 
 
-def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
+def add_experiment_arguments(command: Command) -> None:
     """The arguments that name an experiment and the devices it may use."""
     add_experiment(command)
-    command.add_argument("--plan", type=Path, help="take this plan.json instead of searching for one")
-    command.add_argument(
-        "--rule", choices=tuple(PRESETS), help="take the plan of this rule instead of searching for one"
-    )
     add_options(command, DevicesRequest)
     add_options(command, PlanRequest)
-    add_options(command.add_mutually_exclusive_group(), SearchBudget)
-    command.add_argument(
-        "--offload",
-        metavar="MODELS",
-        help="models that wait in host memory while nothing needs them: NAME,NAME, or none (default: as is searched)",
-    )
-    command.add_argument(
-        "--ignore-runs", action="store_true", help="predict without the times that finished runs have left"
-    )
+    add_options(command, SearchBudget)
+    rule = Option("take the plan of this rule instead of searching for one", group="plan")
+    command.add("--rule", rule, choices=tuple(PRESETS))
+    offload = "models that wait in host memory while nothing needs them: NAME,NAME, or none (default: as is searched)"
+    command.add("--offload", Option(offload, group="plan"), metavar="MODELS")
+    add_options(command, Measured)
 
 
 def add_experiment(command: argparse.ArgumentParser) -> None:
     """The argument that names an experiment, and the list of the ready ones."""
     command.add_argument(
-        "experiment", type=_experiment_file, help="a ready experiment (--list), or a Python file with one under @auto"
+        "experiment",
+        metavar="EXPERIMENT",
+        type=_experiment_file,
+        help="a ready experiment (--list), or a Python file with one under @auto",
     )
     command.add_argument(
         "--list", action=_ListExperiments, nargs=0, default=argparse.SUPPRESS, help="show the ready experiments"
@@ -92,7 +99,7 @@ class _ListExperiments(argparse.Action):
         for one in found:
             out.say(f"{one.name:{width}}  {one.summary}", f"{'':{width}}  needs {one.needs}", "")
         out.say(
-            "all take --steps, --batch-size, --seed and more: `realhf run NAME --fields` lists them",
+            "all take --steps, --batch-size, --seed and more: see `realhf run NAME --help`",
             f"to change an algorithm, copy its file and run the copy: cp {found[0].path.parent}/NAME.py mine.py",
         )
         parser.exit()
@@ -115,21 +122,24 @@ def _experiment_file(word: str) -> str:
     )
 
 
-def _offload(names: str | None) -> tuple[str, ...] | None:
-    if not names:
-        return None
-    return () if names == "none" else tuple(names.split(","))
-
-
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:
-    """What the arguments of `add_experiment_arguments` ask of the planner. Raises UserError as `PlanRequest` does."""
+    """What the arguments of `add_experiment_arguments` ask of the planner. Raises UserError as `PlanRequest` does, and
+    for two budgets."""
+    budget = options_of(SearchBudget, arguments)
+    if budget.evaluations is not None and budget.seconds is not None:
+        raise UserError("--evaluations and --seconds are two budgets of one search; give one of them")
     return options_of(
         PlanRequest,
         arguments,
         devices=options_of(DevicesRequest, arguments),
-        plan=arguments.plan,
         rule=arguments.rule,
-        budget=options_of(SearchBudget, arguments),
+        budget=budget,
         offload=_offload(arguments.offload),
-        measured=Measured(ignores_runs=arguments.ignore_runs),
+        measured=options_of(Measured, arguments),
     )
+
+
+def _offload(names: str | None) -> tuple[str, ...] | None:
+    if not names:
+        return None
+    return () if names == "none" else tuple(names.split(","))

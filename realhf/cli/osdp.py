@@ -1,4 +1,4 @@
-"""`realhf plan --osdp MODEL`: which operators of a model to shard within the memory of a device."""
+"""`realhf osdp MODEL`: which operators of a model to shard within the memory of a device."""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,8 @@ from rich.table import Table
 
 from realhf.architecture.compute import MODES, Mode
 from realhf.architecture.named import architecture
+from realhf.base.options import Option
+from realhf.cli.command import Command
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, table_of
 from realhf.geometry.parameters import parameter_count
@@ -21,19 +23,18 @@ optimizer states (ZeRO-1) or shards all of it, so that training is fastest withi
 exactly, with a proof. Needs no GPU. MODEL is a named architecture or the path of a Hugging Face config.json."""
 
 EXAMPLE = """examples:
-  realhf plan --osdp llama3-7b --devices 8 --memory-gb 40
-  realhf plan --osdp llama3-7b --devices 64 --memory-gb 80 --batch 2 --recompute --json osdp.json
-  realhf plan --osdp path/to/config.json --devices 8 --memory-gb 16 --sequence-length 512"""
+  realhf osdp llama3-7b --devices 8 --memory-gb 40
+  realhf osdp llama3-7b --devices 64 --memory-gb 80 --batch 2 --recompute --json osdp.json
+  realhf osdp path/to/config.json --devices 8 --memory-gb 16 --sequence-length 512"""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.prog = "realhf plan --osdp MODEL"
-    command.usage = "realhf plan --osdp MODEL --devices N --memory-gb M [options]"
+def add_arguments(command: Command) -> None:
     models = "llama3-7b, qwen3-8b, llama3-13b-critic, ..., or the path of a config.json"
-    command.add_argument("--osdp", dest="model", metavar="MODEL", required=True, help=models)
-    add_options(command, OsdpRequest)
-    command.add_argument("--modes", default=",".join(MODES), help=f"modes to choose from (default {','.join(MODES)})")
-    command.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
+    command.add_argument("model", metavar="MODEL", help=models)
+    add_options(command, OsdpRequest, shows_all=True)
+    modes = Option(f"modes to choose from (default {','.join(MODES)})", is_common=True)
+    command.add("--modes", modes, default=",".join(MODES), metavar="MODES")
+    command.add("--json", Option("also write the result to this file", is_common=True), type=Path, metavar="FILE")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,8 @@ import msgspec
 
 from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
+from realhf.base.options import Option
+from realhf.cli.command import Command
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
 from realhf.cli.output import Output, Phases, output_beside
 from realhf.cli.plan_tables import (
@@ -40,29 +42,29 @@ EXAMPLE = """examples:
   realhf plan experiments/ppo.py --plan plan.json
   realhf plan experiments/ppo.py --num-workers 4 --rule colocate --output plan.json
   realhf plan experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare
-  realhf plan experiments/ppo.py --cluster h100-4x8,h200-4x8 --actor llama3-70b --critic llama3-7b
-  realhf plan --osdp llama7b --devices 8 --memory-gb 40    (one model's operators: `realhf plan --osdp MODEL --help`)"""
+  realhf plan experiments/ppo.py --cluster h100-4x8,h200-4x8 --actor llama3-70b --critic llama3-7b"""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: Command) -> None:
     add_experiment_arguments(command)
-    command.add_argument("--output", type=Path, help="write the plan to this file")
-    command.add_argument(
-        "--compare", action="store_true", help="compare with rule-made plans, and say why not otherwise"
-    )
-    command.add_argument(
+    output, rare = partial(Option, group="output", is_common=True), partial(Option, group="output")
+    command.add("--output", output("write the plan to this file"), type=Path, metavar="FILE")
+    command.add("--compare", output("compare with rule-made plans, and say why not otherwise"), action="store_true")
+    command.add(
         "--json",
+        output("write all numbers to this file (-: standard output, and all else to standard error)"),
         type=Path,
         metavar="FILE",
-        help="write all numbers to this file (-: standard output, and all else to standard error)",
     )
-    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with timeline, memory and comparison")
-    command.add_argument(
-        "--dump-problem", type=Path, metavar="FILE", help="also write the problem that is searched (planning-problem/2)"
+    command.add("--html", output("write a page with timeline, memory and comparison"), type=Path, metavar="FILE")
+    command.add(
+        "--dump-problem",
+        rare("also write the problem that is searched (planning-problem/2)"),
+        type=Path,
+        metavar="FILE",
     )
-    what_if = command.add_argument_group("what if (the experiment stays as it is; no data set is read)")
-    add_options(what_if, WhatIfRequest)
-    add_options(what_if, WhatIf)
+    add_options(command, WhatIfRequest)
+    add_options(command, WhatIf)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from realhf.base.errors import UserError
+from realhf.cli.command import Command
 from realhf.cli.options import add_experiment, add_options, options_of
 from realhf.cli.output import Output, Phases
 from realhf.cli.profile_nodes import SLURM, add_node_arguments, profile_nodes
@@ -29,14 +30,17 @@ EXAMPLE = """examples:
   realhf profile experiments/ppo.py --architecture.hidden-size 512 --max-tokens 8192"""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: Command) -> None:
     add_experiment(command)
     command.add_argument("--num-workers", type=int, help="devices to use (default: the GPUs here, else the CPU cores)")
     command.add_argument("--hardware", help="a hardware description, such as h100 or cpu (default: this machine)")
-    add_options(command, ProfileRequest)
+    add_options(command, ProfileRequest, shows_all=True)
     command.add_argument("--force", action="store_true", help="measure again what was measured already")
     command.add_argument(
-        "--launcher", choices=("local", SLURM), default="local", help="where to measure: on this machine or on nodes"
+        "--launcher",
+        choices=("local", SLURM),
+        default="local",
+        help="where to measure: on this machine or on nodes (`--launcher slurm --help`)",
     )
     add_node_arguments(command)
 

@@ -3,6 +3,7 @@
 import argparse
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from realhf.api.experiment import AutoSettings, auto_settings
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_range
+from realhf.base.options import Option
+from realhf.cli.command import Command, launcher_heading
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, Phases
 from realhf.cli.profile_tables import missing_of, show
@@ -28,19 +31,24 @@ from realhf.profiling.on_nodes import Measuring, measure_on_nodes, measured_befo
 SLURM = "slurm"
 
 
-def add_node_arguments(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("--launcher slurm")
-    group.add_argument("--nodes", type=int, help="nodes to measure on (default: that of @auto, else 2)")
-    group.add_argument(
-        "--gpus-per-node", type=int, help="devices a node (default: that of @auto, else a node's GPUs, as sinfo tells)"
+def add_node_arguments(command: Command) -> None:
+    group = launcher_heading(SLURM)
+    option = partial(Option, group=group, is_common=True)
+    command.add("--nodes", option("nodes to measure on (default: that of @auto, else 2)"), type=int, metavar="N")
+    command.add(
+        "--gpus-per-node",
+        option("devices a node (default: that of @auto, else a node's GPUs, as sinfo tells)"),
+        type=int,
+        metavar="N",
     )
-    group.add_argument("--network-interface", help="the interface between the nodes, for gloo and NCCL")
-    group.add_argument(
+    command.add("--network-interface", option("the interface between the nodes, for gloo and NCCL"), metavar="NAME")
+    command.add(
         "--run-dir",
+        option("where the job's files lie meanwhile, which its nodes have to see (default runs/profile-NAME-TIME)"),
         type=Path,
-        help="where the job's files lie meanwhile, which its nodes have to see (default runs/profile-NAME-TIME)",
+        metavar="FOLDER",
     )
-    add_options(group, SlurmOptions)
+    add_options(command, SlurmOptions, group=group, shows_all=True)
 
 
 def profile_nodes(arguments: argparse.Namespace) -> int:

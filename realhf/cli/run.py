@@ -3,15 +3,17 @@
 import argparse
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
 from realhf.base.errors import UserError
-from realhf.base.options import options_in
+from realhf.base.options import Option
 from realhf.cli import THEN
+from realhf.cli.command import Command, launcher_heading
 from realhf.cli.detach import detached, how_to_watch
-from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
+from realhf.cli.options import add_experiment_arguments, add_options, given_in, options_of, plan_request
 from realhf.cli.progress import Progress, print_summary
 from realhf.cli.stages import SweepOptions
 from realhf.data.inputs import ACCEPT
@@ -20,60 +22,44 @@ from realhf.lifecycle.controller import default_run_directory, preview, resume, 
 from realhf.lifecycle.interruption import Detached
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.queued import plans_in_job
-from realhf.lifecycle.request import CheckpointOptions, RecoveryRequest, ReplanRequest, RunOptions, RunRequest
-from realhf.rundir.run import load_experiment_class
+from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
+from realhf.rundir.run import RunSpec, load_experiment_class
 
 DESCRIPTION = """Runs an experiment: finds a plan, starts one master and one worker a device, and trains.
-Any field of the experiment can be given as --field value; `realhf run FILE --fields` lists them."""
+Any field of the experiment can be given as --field value: `realhf run grpo --help` shows those of GRPO."""
 
 EXAMPLE = """examples:
   realhf run grpo --model ./Qwen2.5-1.5B --data train.jsonl --reward rewards.py:correct
-  realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02
-  realhf run experiments/ppo.py --plan plan.json --run-dir runs/mine
   realhf run experiments/ppo.py --run-dir runs/mine --resume
   realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8
-  realhf run experiments/sft.py --run-dir runs/sft --then experiments/ppo.py --model runs/sft
-  realhf run experiments/ppo.py --seeds 4 --sweep ppo.kl-coef=0.01,0.1"""
+  realhf run experiments/sft.py --run-dir runs/sft --then experiments/ppo.py --model runs/sft"""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: Command) -> None:
+    option = partial(Option, is_common=True)
+    command.add(
+        "--run-dir", option("where everything is written (default runs/NAME-TIME)"), type=Path, metavar="FOLDER"
+    )
+    resume = "go on with the run in --run-dir, from its newest good checkpoint"
+    command.add("--resume", option(resume), action="store_true")
+    command.add("--dry-run", option("print what the launcher would start, and start nothing"), action="store_true")
+    detach = "return once the run has started, or its SLURM job is in the queue"
+    command.add("--detach", option(detach), action="store_true")
+    launcher = (
+        f"what starts the processes: {', '.join(LAUNCHERS)}, MODULE:CLASS or FILE.py:CLASS (default: that of @auto, "
+        "else local); `--launcher slurm --help` shows SLURM's options"
+    )
+    command.add("--launcher", option(launcher, group="devices"), metavar="NAME")
     add_experiment_arguments(command)
-    command.add_argument("--run-dir", type=Path, help="where everything is written (default runs/NAME-TIME)")
-    add_options(command, RunOptions)
-    recovery = command.add_argument_group("checkpoints and recovery")
-    add_options(recovery, CheckpointOptions)
-    add_options(recovery, RecoveryRequest)
-    recovery.add_argument(
-        "--resume", action="store_true", help="go on with the run in --run-dir, from its newest good checkpoint"
-    )
-    add_options(command.add_argument_group("measured times that leave the plan's predictions"), ReplanRequest)
-    names = ", ".join(LAUNCHERS)
-    command.add_argument(
-        "--launcher",
-        metavar="NAME",
-        help=f"what starts the processes: {names} or one of your own, MODULE:CLASS or FILE.py:CLASS (default: that of "
-        "@auto, else local)",
-    )
+    add_options(command, RecoveryRequest)
+    add_options(command, RunSpec)
+    add_options(command, ReplanRequest)
     for name in LAUNCHERS:
-        if options_in(options := find_launcher(name).options_type):
-            add_options(command.add_argument_group(f"--launcher {name}"), options)
-    command.add_argument(
-        "--detach",
-        action="store_true",
-        help="leave the run alone once it has started: a SLURM job in its queue, a local run without this terminal",
-    )
-    several = command.add_argument_group("several runs")
+        add_options(command, find_launcher(name).options_type, group=launcher_heading(name), shows_all=True)
     # Only for the help: the words of a chain are parsed stage by stage.
-    several.add_argument(
-        THEN,
-        metavar="EXPERIMENT ...",
-        default=argparse.SUPPRESS,
-        help="another run, with its own options, that begins when the one before has ended well; may be repeated",
-    )
-    add_options(several, SweepOptions)
-    command.add_argument(
-        "--dry-run", action="store_true", help="print what the launcher would start, and start nothing"
-    )
+    then = "another run, with its own options, after the one before has ended well; may be repeated"
+    command.add(THEN, option(then, group="several runs"), metavar="EXPERIMENT ...", default=argparse.SUPPRESS)
+    add_options(command, SweepOptions)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -125,8 +111,7 @@ def run_request(arguments: argparse.Namespace) -> RunRequest:
         plan=plan_request(arguments),
         launcher=launcher,
         launcher_options=launcher_options,
-        options=options_of(RunOptions, arguments),
-        checkpoints=options_of(CheckpointOptions, arguments),
+        spec=given_in(RunSpec, arguments),
         recovery=options_of(RecoveryRequest, arguments),
         replan=options_of(ReplanRequest, arguments),
         words=tuple(arguments.words),
@@ -138,7 +123,7 @@ def request_of_words(words: Sequence[str]) -> RunRequest:
     """What a command line of `realhf run` asked for, given in its working directory."""
     from realhf.cli import parser  # which imports this module
 
-    arguments, others = parser("run").parse_known_args(words)
+    arguments, others = parser("run").parse_known_args(words[1:])
     arguments.overrides, arguments.words = others, words
     return run_request(arguments)
 
@@ -166,8 +151,8 @@ def launcher_of(arguments: argparse.Namespace) -> tuple[type[Launcher], Any]:
     `arguments.overrides`. Raises UserError if there is no such launcher, or an option's value is wrong."""
     launcher = find_launcher(arguments.launcher, Path(arguments.experiment).parent)
     if arguments.launcher not in LAUNCHERS:
-        own = argparse.ArgumentParser(prog=f"realhf run --launcher {arguments.launcher}", allow_abbrev=False)
-        add_options(own, launcher.options_type, known=vars(arguments))
+        own = Command(f"run --launcher {arguments.launcher}", takes_fields=True)
+        add_options(own, launcher.options_type)
         _, arguments.overrides = own.parse_known_args(arguments.overrides, arguments)
     for name in LAUNCHERS:  # a wrong value is told whichever launcher it is for
         options_of(find_launcher(name).options_type, arguments)

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from realhf.cli.command import Command
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import output_beside, table_of
 from realhf.cli.plan_tables import mesh_text
@@ -26,7 +27,7 @@ EXAMPLE = """example:
   realhf search problem.json --seconds 10 --seed 1 --threads 2 --json found.json"""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: Command) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="the problem: a planning-problem/1 or /2 JSON file")
     budget = command.add_mutually_exclusive_group()
     budget.add_argument(
@@ -35,7 +36,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--evaluations", type=int, metavar="N", help="how many plans to evaluate, whatever the time; reproducible"
     )
-    add_options(command, SearchRequest)
+    add_options(command, SearchRequest, shows_all=True)
     command.add_argument(
         "--moves",
         choices=("all", "single"),

@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Annotated
 
 from realhf.base.errors import UserError
-from realhf.base.options import Options, flags, option
+from realhf.base.options import Option, Options, flags
 from realhf.cli import THEN
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.lifecycle.advice import split_words
@@ -27,15 +28,28 @@ _WHERE = (
 class SweepOptions(Options):
     """Runs that differ in their seeds, or in the values of fields. Raises UserError where they are no values."""
 
-    seeds: str | None = option(
-        None, "a run for each of N seeds, from 0, or for each of a list: 4, or 1,5,7", metavar="SEEDS"
-    )
-    sweep: tuple[str, ...] = option(
-        (), "a run for each of these values of a field; repeat it for all combinations", metavar="FIELD=VALUE,..."
-    )
-    at_most: int | None = option(
-        None, "so many runs of a sweep at a time, under SLURM", metavar="N", bounds=(1, MOST_MEMBERS)
-    )
+    seeds: Annotated[
+        str | None,
+        Option(
+            "a run for each of N seeds, from 0, or for each of a list: 4, or 1,5,7",
+            metavar="SEEDS",
+            group="several runs",
+            is_common=True,
+        ),
+    ] = None
+    sweep: Annotated[
+        tuple[str, ...],
+        Option(
+            "a run for each of these values of a field; repeat it for all combinations",
+            metavar="FIELD=VALUE,...",
+            group="several runs",
+            is_common=True,
+        ),
+    ] = ()
+    at_most: Annotated[
+        int | None,
+        Option("most runs of a sweep at a time, under SLURM", range=(1, MOST_MEMBERS), group="several runs"),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -53,7 +53,7 @@ def not_kept(launcher: type[Launcher]) -> dict[str, bool]:
     """The options to be given again, as a run's directory does not keep them; with each, whether it takes a value."""
     own = dict.fromkeys(("--launcher", "--network-interface", "--evaluations", "--seconds"), True)
     found = own | flags(RecoveryRequest) | flags(ReplanRequest) | flags(launcher.options_type)
-    del found["--drift-threshold"], found[ACCEPT]  # each change is accepted by itself
+    del found[ACCEPT]  # each change is accepted by itself
     found.pop("--plan-in-job", None)  # it has been planned
     return found
 

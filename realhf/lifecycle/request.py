@@ -1,82 +1,30 @@
 """What is asked of a run: which experiment, with which plan, launched how, and what to do about failures and drift."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from realhf.base.durations import YEAR_S
 from realhf.base.errors import UserError
-from realhf.base.numbers import check_ranges
-from realhf.base.options import Options, option
+from realhf.base.options import Option, Options, check_options
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
 from realhf.planning.request import Measured, PlannedHardware, PlanRequest
-from realhf.rundir.run import MAX_DEVICES, RANGES, RunSpec, load_experiment_class, saved_experiment
+from realhf.rundir.run import (
+    CHECKPOINTS,
+    DRIFT,
+    MAX_DEVICES,
+    RunSpec,
+    load_experiment_class,
+    saved_experiment,
+)
 
 Mode = Literal["off", "suggest", "switch"]
-
-
-class _SpecOptions(Options):
-    """Options of which some are fields of the run's specification, and have the ranges of these."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(vars(self), RANGES)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(_SpecOptions):
-    """Fields of the run's specification. None: the field keeps its default, in a resumed run the value that it had."""
-
-    record: tuple[str, ...] | None = option(None, "write these keys' data to rollouts/", metavar="KEY")
-    replay: Path | None = option(None, "a rollouts/ folder whose responses are taken, none drawn", metavar="FOLDER")
-    verify_reallocations_every: int | None = option(
-        None,
-        "compare checksums of reallocated parameters every so many steps, beside the first time (default 100; "
-        "1: always, 0: never)",
-        metavar="STEPS",
-    )
-    call_timeout_s: float | None = option(None, "how long every call may take, whatever was predicted (default 600)")
-    deadline_factor: float | None = option(
-        None, "how many times its predicted time a longer call may take (default 20)"
-    )
-    setup_timeout_s: float | None = option(None, "longest the start may take (default 300)")
-    master_timeout_s: float | None = option(
-        None, "how long the master may be silent until a worker ends by itself (default 90)"
-    )
-    network_interface: str | None = option(
-        None, "interface of the master, gloo and NCCL (default: loopback on one machine)"
-    )
-    master_address: str | None = option(None, "where the master listens (default: on that interface)")
-    samples: int | None = option(
-        None, "write N completions of each step to samples.jsonl, with their rewards (default 3; 0: none)", metavar="N"
-    )
-    tensorboard: bool | None = option(None, "also write TensorBoard's files to tensorboard/")
-    wandb_project: str | None = option(
-        None, "also send metrics to a project of Weights & Biases", flag="--wandb", metavar="PROJECT"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(_SpecOptions):
-    """When checkpoints are written and which are kept: fields of the run's specification, as in `RunOptions`."""
-
-    checkpoint_every_steps: int | None = option(
-        None, "save every so many steps, beside the end", flag="--checkpoint-every", metavar="STEPS"
-    )
-    checkpoint_every_minutes: float | None = option(None, "save about every so many minutes", metavar="MINUTES")
-    keep_checkpoints: int | None = option(None, "keep the newest N (default: all)", metavar="N")
-    keep_best: str | None = option(
-        None, "keep the checkpoint with its highest value too (min:STATISTIC: the lowest)", metavar="STATISTIC"
-    )
-    checkpoint_failures: int | None = option(
-        None, "go on when a checkpoint cannot be written, but not after more than N in a row (default 0)", metavar="N"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,29 +32,43 @@ class RecoveryRequest(Options):
     """What to do when processes of the run fail. Raises UserError if `recover` is "never" and fewer workers or fallback
     plans are given."""
 
-    recover: Literal["auto", "never"] = option(
-        "never", "auto: when a process dies or hangs, restart all from the newest good checkpoint (default never)"
-    )
-    max_restarts: int = option(3, "of --recover auto, in all (default 3)", metavar="K", bounds=(1, 10**6))
-    min_workers: int | None = option(
-        None,
-        "--recover auto goes on with fewer workers, N at least, where devices or nodes are lost (default: with "
-        "--fallback-plan those of its smallest, else no fewer)",
-        metavar="N",
-        bounds=(1, MAX_DEVICES),
-    )
-    fallback_plans: tuple[Path, ...] = option(
-        (),
-        "take this plan.json where workers are lost and it fits, rather than search for one; may be repeated, the "
-        "largest that fits is taken",
-        flag="--fallback-plan",
-        metavar="PLAN",
-    )
-
-    accept_changed_inputs: bool = option(
-        False,
-        "--resume goes on although data, tokenizer or other files that the run reads have changed",
-    )
+    recover: Annotated[
+        Literal["auto", "never"],
+        Option(
+            "auto: restart from the newest good checkpoint when a process dies or hangs",
+            group=CHECKPOINTS,
+            is_common=True,
+        ),
+    ] = "never"
+    max_restarts: Annotated[
+        int, Option("most restarts of --recover auto, in all", range=(1, 10**6), group=CHECKPOINTS)
+    ] = 3
+    min_workers: Annotated[
+        int | None,
+        Option(
+            "--recover auto goes on with fewer workers, N at least, where devices or nodes are lost (default: with "
+            "--fallback-plan those of its smallest, else no fewer)",
+            range=(1, MAX_DEVICES),
+            group=CHECKPOINTS,
+        ),
+    ] = None
+    fallback_plans: Annotated[
+        tuple[Path, ...],
+        Option(
+            "take this plan.json where workers are lost and it fits, rather than search for one; may be repeated, the "
+            "largest that fits is taken",
+            flag="--fallback-plan",
+            metavar="PLAN",
+            group=CHECKPOINTS,
+        ),
+    ] = ()
+    accept_changed_inputs: Annotated[
+        bool,
+        Option(
+            "--resume goes on although data, tokenizer or other files that the run reads have changed",
+            group=CHECKPOINTS,
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,36 +92,40 @@ class RecoveryRequest(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplanRequest(_SpecOptions):
+class ReplanRequest(Options):
     """What to do when calls take other times than the plan predicts."""
 
-    mode: Mode = option(
-        "off",
-        "suggest: search the plan again in the background, with the measured times, and say what it would gain; "
-        "switch: also change to it at a checkpoint where that pays (default off: only say that times have drifted)",
-        flag="--replan",
-    )
-    drift_threshold: float | None = option(
-        None,
-        "say so when a call takes more than X times what was predicted, or less than 1/X of it (default 1.5)",
-        metavar="X",
-    )
-    switch_cost_s: float | None = option(
-        None,
-        "what a change of plan costs, in seconds (default: as long as the start took)",
-        metavar="S",
-        bounds=(0, YEAR_S),
-        unit="seconds",
-    )
+    mode: Annotated[
+        Mode,
+        Option(
+            "suggest: search the plan again in the background, with the measured times, and say what it would gain; "
+            "switch: also change to it at a checkpoint where that pays (default off: only say that times have drifted)",
+            flag="--replan",
+            group=DRIFT,
+        ),
+    ] = "off"
+    switch_cost_s: Annotated[
+        float | None,
+        Option(
+            "cost of a change of plan in seconds (default: as long as the start took)",
+            metavar="S",
+            range=(0, YEAR_S),
+            unit="seconds",
+            group=DRIFT,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
     """A run of the experiment in the file `experiment`: a new one, or one to be resumed from `run_dir`.
 
-    `fields` are words (`--steps 10`) that set fields of the experiment. `run_dir` is by default runs/NAME-TIME.
-    `words` is the command line, from which the advice on how to go on is made. `detached`: this process only starts
-    the run's job, and leaves it to the cluster.
+    `fields` are words (`--steps 10`) that set fields of the experiment. `run_dir` is by default runs/NAME-TIME. `spec`
+    has the fields of the run's specification that are asked for. `words` is the command line, from which the advice on
+    how to go on is made. `detached`: this process only starts the run's job, and leaves it to the cluster.
+
+    Raises:
+        UserError: at construction of any of its parts, a number is out of its range.
     """
 
     experiment: str
@@ -168,12 +134,14 @@ class RunRequest:
     plan: PlanRequest = field(default_factory=PlanRequest)
     launcher: type[Launcher] = LocalLauncher
     launcher_options: Any = field(default_factory=NoOptions)
-    options: RunOptions = field(default_factory=RunOptions)
-    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    spec: Mapping[str, Any] = field(default_factory=dict)
     recovery: RecoveryRequest = field(default_factory=RecoveryRequest)
     replan: ReplanRequest = field(default_factory=ReplanRequest)
     words: tuple[str, ...] = ()
     detached: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(RunSpec, self.spec)
 
     @property
     def cpu_only(self) -> bool:
@@ -183,12 +151,12 @@ class RunRequest:
     @property
     def spec_fields(self) -> dict[str, Any]:
         """The fields of the run's specification that the request sets."""
-        given = vars(self.options) | vars(self.checkpoints) | {"drift_threshold": self.replan.drift_threshold}
-        given["ignores_runs"] = self.plan.measured.ignores_runs or None
-        if self.options.replay:
-            given["replay"] = str(self.options.replay.resolve())
-        given["network_interface"] = self.options.network_interface or (None if self.launcher.is_remote else "lo")
-        return {name: value for name, value in given.items() if value is not None or name == "network_interface"}
+        found = {"network_interface": None if self.launcher.is_remote else "lo", **self.spec}
+        if self.plan.measured.ignores_runs:
+            found["ignores_runs"] = True
+        if "replay" in found:
+            found["replay"] = str(Path(found["replay"]).resolve())
+        return found
 
     @property
     def names_devices(self) -> bool:
@@ -201,7 +169,7 @@ class RunRequest:
         planned = PlannedHardware(saved.hardware, saved.num_workers) if saved and saved.hardware else None
         place: Literal["nodes", "here"] = "nodes" if self.launcher.is_remote else "here"
         devices = replace(self.plan.devices, place=place, cpu_only=self.cpu_only, planned=planned)
-        every = self.checkpoints.checkpoint_every_steps or self.checkpoints.checkpoint_every_minutes
+        every = {"checkpoint_every_steps", "checkpoint_every_minutes"} & self.spec.keys()
         saves = bool(every) or (saved is not None and saved.saves)
         request = replace(self.plan, devices=devices, saves=saves)
         if saved is None:
@@ -214,12 +182,10 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
 
     Raises:
         UserError: the file has no such class, or `saved` is of another one.
-        SystemExit: a word is wrong, which is explained on stderr (code 2); `--fields` has listed all fields (0).
+        SystemExit: a word is wrong, which is explained on stderr (code 2).
     """
     cls = load_experiment_class(path)
     prog = f"realhf COMMAND {path}"
-    if "--fields" in words:
-        tyro.cli(cls, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))
     if saved is not None and cls.__name__ != saved.experiment_class:
         raise UserError(
             f"{path} has the experiment {cls.__name__}, the run is one of {saved.experiment_class} in "

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, STALENESS
-from realhf.base.options import Options, option
+from realhf.base.options import Option, Options
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.planning.model.hardware import Hardware
 
@@ -47,15 +47,39 @@ class DevicesRequest(Options):
         UserError: a number of devices or nodes is out of its range.
     """
 
-    num_workers: int | None = option(
-        None, "devices to use (default: the GPUs here, else the CPU cores)", bounds=DEVICES
-    )
-    nodes: int = option(1, "number of nodes (default 1)", bounds=DEVICES)
-    gpus_per_node: int | None = option(None, "devices a node (default: --num-workers / --nodes)", bounds=DEVICES)
-    hardware: str | None = option(None, "a hardware description, such as h100 or cpu (default: this machine)")
-    memory_gb: float | None = option(
-        None, "memory of a device in GiB (default: a GPU's, or the share of this machine's)"
-    )
+    num_workers: Annotated[
+        int | None,
+        Option(
+            "devices to use (default: the GPUs here, else the CPU cores)",
+            range=DEVICES,
+            group="devices",
+            is_common=True,
+        ),
+    ] = None
+    nodes: Annotated[int, Option("number of nodes", range=DEVICES, group="devices", is_common=True)] = 1
+    gpus_per_node: Annotated[
+        int | None,
+        Option(
+            "devices of each node (default: --num-workers / --nodes)", range=DEVICES, group="devices", is_common=True
+        ),
+    ] = None
+    hardware: Annotated[
+        str | None,
+        Option(
+            "a hardware description, such as h100 or cpu (default: this machine)",
+            metavar="NAME",
+            group="devices",
+            is_common=True,
+        ),
+    ] = None
+    memory_gb: Annotated[
+        float | None,
+        Option(
+            "memory of a device in GiB (default: a GPU's, or the share of this machine's)",
+            group="devices",
+            is_common=True,
+        ),
+    ] = None
     place: Literal["here", "nodes"] | None = None
     cpu_only: bool = False
     planned: PlannedHardware | None = None
@@ -70,20 +94,21 @@ class SearchBudget(Options):
         UserError: a number is out of its range.
     """
 
-    evaluations: int | None = option(
-        None,
-        "budget of the plan search, a number of plans; reproducible",
-        metavar="N",
-        bounds=EVALUATIONS,
-        unit="plans",
-    )
-    seconds: float | None = option(
-        None,
-        "seconds until the answer, with the preparation of the search and its proof, on all cores of this machine",
-        metavar="S",
-        bounds=SECONDS,
-        unit="seconds",
-    )
+    evaluations: Annotated[
+        int | None,
+        Option("search this number of plans; reproducible", range=EVALUATIONS, unit="plans", group="plan"),
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Option(
+            "time of the search, proof included, on all cores (default: as long as the problem needs)",
+            metavar="S",
+            range=SECONDS,
+            unit="seconds",
+            group="plan",
+            is_common=True,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +122,10 @@ class Measured:
 
     profiles: Path | None = None
     call_factors: Mapping[str, float] = field(default_factory=dict)
-    ignores_runs: bool = False
+    ignores_runs: Annotated[
+        bool,
+        Option("predict without the times that finished runs have left", flag="--ignore-runs", group="plan"),
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +143,22 @@ class PlanRequest(Options):
     """
 
     devices: DevicesRequest = field(default_factory=DevicesRequest)
-    plan: Path | None = None
+    plan: Annotated[
+        Path | None, Option("take this plan.json instead of searching for one", group="plan", is_common=True)
+    ] = None
     rule: str | None = None
     budget: SearchBudget = field(default_factory=SearchBudget)
     offload: tuple[str, ...] | None = None
     saves: bool = False
-    staleness_up_to: int = option(
-        0,
-        "the plan may have rollouts made by weights up to K updates old, where a step is shorter so (default 0)",
-        metavar="K",
-        bounds=STALENESS,
-    )
+    staleness_up_to: Annotated[
+        int,
+        Option(
+            "allow rollouts by weights up to K updates old where that makes a step shorter",
+            metavar="K",
+            range=STALENESS,
+            group="plan",
+        ),
+    ] = 0
     staleness: int | None = None
     measured: Measured = field(default_factory=Measured)
 

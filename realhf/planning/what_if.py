@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 from realhf.api.computation import open_choices
 from realhf.api.experiment import ModelSetup
@@ -11,7 +12,7 @@ from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
 from realhf.base.errors import UserError
 from realhf.base.numbers import SAMPLES, STALENESS, TOKENS, check_range
-from realhf.base.options import Options, option
+from realhf.base.options import Option, Options
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.planning.model.features import FEATURES, WITHOUT, EngineFeatures, differences, of_setup, with_features
 from realhf.planning.model.lengths import LengthDistribution, read_lengths
@@ -21,6 +22,7 @@ ROLES = {"actor": ("actor", "reference", "ref"), "critic": ("critic", "reward", 
 # The setting of ReaL's and HybridFlow's measurements, where architectures are replaced and nothing else is said.
 DEFAULT_TOKENS = 1024
 NO_STALENESS = "0"
+WHAT_IF = "what if (the experiment stays as it is; no data set is read)"
 DEFAULT_DTYPE: DType = "bfloat16"
 _MOST_DIGITS = 20  # that are read of a number: one with more is too large anyway
 
@@ -37,13 +39,24 @@ class WhatIf(Options):
     """
 
     model_types: Mapping[str, str] = field(default_factory=dict)
-    prompt_tokens: int | None = option(None, "length of the prompts (1024 with other architectures)", bounds=TOKENS)
-    new_tokens: int | None = option(None, "length of the responses (1024 with other architectures)", bounds=TOKENS)
-    response_lengths: Path | None = option(
-        None, "the responses differ: a file with the tokens of one a line, cut at --new-tokens", metavar="FILE"
-    )
-    batch_size: int | None = option(None, "samples a step", bounds=SAMPLES)
-    dtype: DType | None = option(None, "of all models (bfloat16 with other architectures)")
+    prompt_tokens: Annotated[
+        int | None,
+        Option("length of the prompts (default with other architectures: 1024)", range=TOKENS, group=WHAT_IF),
+    ] = None
+    new_tokens: Annotated[
+        int | None,
+        Option("length of the responses (default with other architectures: 1024)", range=TOKENS, group=WHAT_IF),
+    ] = None
+    response_lengths: Annotated[
+        Path | None,
+        Option(
+            "responses of different lengths: a file with the tokens of one a line, cut at --new-tokens", group=WHAT_IF
+        ),
+    ] = None
+    batch_size: Annotated[int | None, Option("samples a step", range=SAMPLES, group=WHAT_IF)] = None
+    dtype: Annotated[
+        DType | None, Option("dtype of all models (default with other architectures: bfloat16)", group=WHAT_IF)
+    ] = None
     staleness: int = 0
     features: tuple[str, ...] = ()
 
@@ -109,25 +122,56 @@ class WhatIfRequest:
     """The words in which somebody asks what a plan would be, beside the options of `WhatIf`; lists are separated by
     commas."""
 
-    clusters: str | None = option(
-        None, "HARDWARE-NODESxDEVICES (h100-16x8) or a .yaml file; several with commas are compared", flag="--cluster"
-    )
-    actor: str | None = option(None, "architecture of actor and reference (llama3-70b, config.json)", metavar="ARCH")
-    critic: str | None = option(None, "architecture of critic and reward model", metavar="ARCH")
-    model_types: tuple[str, ...] = option(
-        (), "architecture of one model, before that of its role", flag="--model-type", metavar="NAME=ARCH"
-    )
-    stalenesses: str = option(
-        NO_STALENESS,
-        "rollouts may use weights K updates older (default 0); several with commas are compared",
-        flag="--staleness",
-        metavar="K",
-    )
-    features: str = option(
-        "",
-        f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
-        metavar="NAMES",
-    )
+    clusters: Annotated[
+        str | None,
+        Option(
+            "HARDWARE-NODESxDEVICES (h100-16x8) or a .yaml file; several with commas are compared",
+            flag="--cluster",
+            metavar="NAME",
+            group=WHAT_IF,
+            is_common=True,
+        ),
+    ] = None
+    actor: Annotated[
+        str | None,
+        Option(
+            "architecture of actor and reference (llama3-70b, config.json)",
+            metavar="ARCH",
+            group=WHAT_IF,
+            is_common=True,
+        ),
+    ] = None
+    critic: Annotated[
+        str | None,
+        Option("architecture of critic and reward model", metavar="ARCH", group=WHAT_IF, is_common=True),
+    ] = None
+    model_types: Annotated[
+        tuple[str, ...],
+        Option(
+            "architecture of one model, before that of its role",
+            flag="--model-type",
+            metavar="NAME=ARCH",
+            group=WHAT_IF,
+            is_common=True,
+        ),
+    ] = ()
+    stalenesses: Annotated[
+        str,
+        Option(
+            "rollouts may use weights K updates older; several with commas are compared",
+            flag="--staleness",
+            metavar="K",
+            group=WHAT_IF,
+        ),
+    ] = NO_STALENESS
+    features: Annotated[
+        str,
+        Option(
+            f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
+            metavar="NAMES",
+            group=WHAT_IF,
+        ),
+    ] = ""
     given: WhatIf = field(default_factory=WhatIf)
 
     def cases(self, calls: Sequence[ModelFunctionCallDef]) -> list[WhatIf]:

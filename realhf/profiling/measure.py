@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,7 +14,7 @@ from realhf.api.experiment import auto_settings, models_of
 from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import write_atomically
-from realhf.base.options import Options, option
+from realhf.base.options import Option, Options
 from realhf.dataflow.graph import DataflowGraph
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
@@ -39,21 +39,28 @@ MAX_SEQUENCES = 128
 class ProfileRequest(Options):
     """How and what to measure. Raises UserError if a number is out of its range, or `only` has another word."""
 
-    profiles_dir: Path | None = option(None, "write below this folder (default: where plans look)")
-    only: str = option(
-        "",
-        f"measure this alone: {', '.join(MEASUREMENTS)} (constants of the machine; {NETWORK}: between nodes), {LAYERS} "
-        "(the models' profiles); several with commas (default: layers; under SLURM the links within and between nodes "
-        "as well)",
-        metavar="WHAT",
-    )
-    repetitions: int = option(5, "readings of the clock a size (default 5)", bounds=(1, 1000))
-    max_tokens: int = option(
-        4096, "largest micro-batch; larger ones are extrapolated (default 4096)", bounds=(LEAST_MAX_TOKENS, 2**20)
-    )
-    timeout_s: float = option(
-        900.0, "longest the measuring may take (default 900)", bounds=(0.001, 10**7), unit="seconds"
-    )
+    profiles_dir: Annotated[
+        Path | None,
+        Option("write below this folder (default: where plans look)", metavar="FOLDER"),
+    ] = None
+    only: Annotated[
+        str,
+        Option(
+            f"measure this alone: {', '.join(MEASUREMENTS)} (constants of the machine; {NETWORK}: between nodes), "
+            f"{LAYERS} (the models' profiles); several with commas (default: layers; under SLURM the links within and "
+            "between nodes as well)",
+            metavar="WHAT",
+        ),
+    ] = ""
+    repetitions: Annotated[int, Option("readings of the clock a size", range=(1, 1000))] = 5
+    max_tokens: Annotated[
+        int,
+        Option("largest micro-batch; larger ones are extrapolated", range=(LEAST_MAX_TOKENS, 2**20)),
+    ] = 4096
+    timeout_s: Annotated[
+        float,
+        Option("longest the measuring may take", range=(0.001, 10**7), unit="seconds"),
+    ] = 900.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -22,7 +22,8 @@ from realhf.base.code_files import load_code_file
 from realhf.base.durations import WEEK_S, YEAR_S
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
-from realhf.base.numbers import Range, check_ranges
+from realhf.base.numbers import check_range
+from realhf.base.options import Option, check_options
 from realhf.base.reading import read_bytes
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import check_implementation
@@ -39,23 +40,11 @@ FORMAT = "run/2"
 MAX_STEPS = 10**9
 MAX_DEVICES = 65_536
 MAX_SAMPLES = 64
-# Of the numbers of a run's specification, by field.
-RANGES = {
-    "num_workers": Range("--num-workers", 1, MAX_DEVICES),
-    "devices_per_node": Range("--gpus-per-node", 1, MAX_DEVICES),
-    "checkpoint_every_steps": Range("--checkpoint-every", 1, MAX_STEPS, "steps"),
-    "checkpoint_every_minutes": Range("--checkpoint-every-minutes", 0.001, YEAR_S / 60, "minutes"),
-    "keep_checkpoints": Range("--keep-checkpoints", 1, MAX_STEPS),
-    "checkpoint_failures": Range("--checkpoint-failures", 0, MAX_STEPS),
-    "resume_step": Range("resume_step", 0, MAX_STEPS),
-    "drift_threshold": Range("--drift-threshold", 1.001, 10**6, "times what was predicted"),
-    "verify_reallocations_every": Range("--verify-reallocations-every", 0, MAX_STEPS, "steps"),
-    "samples": Range("--samples", 0, MAX_SAMPLES, "samples"),
-    "call_timeout_s": Range("--call-timeout-s", 0.001, YEAR_S, "seconds"),
-    "deadline_factor": Range("--deadline-factor", 1, 10**4, "times what was predicted"),
-    "setup_timeout_s": Range("--setup-timeout-s", 0.001, YEAR_S, "seconds"),
-    "master_timeout_s": Range("--master-timeout-s", 1, YEAR_S, "seconds"),
-}
+# Headings of options in the help.
+CHECKPOINTS = "checkpoints and recovery"
+RECORDS = "records"
+DRIFT = "measured times that leave the plan's predictions"
+_LIMITS = "deadlines and network"
 
 
 @dataclass(frozen=True)
@@ -85,21 +74,15 @@ class Deadlines:
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides what a run does, beside its plan: `experiment.json`.
 
-    `record` lists keys whose data every step writes below `rollouts/`; `replay` is such a folder
-    of an earlier run, whose responses are taken instead of drawing new ones. The first reallocation of a model into
-    a layout is verified by checksums, then those of every `verify_reallocations_every`-th step; 0: none.
+    A field with an `Option` is an option of `realhf run`. A resumed run keeps the value that it had, unless the option
+    is given again.
 
-    Checkpoints are saved at the end, and every so many steps and minutes. The newest `keep_checkpoints` are kept (None:
-    all), and the best one by the statistic `keep_best` (see `checkpoints.retain`). The run ends when more than
-    `checkpoint_failures` in a row cannot be written. It goes on from the checkpoint after `resume_step` steps.
-    `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
-    `call_factors` are the measured over the predicted times of calls, where the plan was made with them;
-    `ignores_runs`: it was made without what finished runs measured of theirs. Deadlines: see `Deadlines`. An event says
-    where measured and predicted times differ by more than `drift_threshold` times.
-    A worker ends by itself when it has heard nothing of its master for `master_timeout_s`.
-    `samples` completions of a step, and of an evaluation, are written as texts.
-    The master listens on `master_address`, else on that of `network_interface`, else of its host's name.
-    `hardware` is what was planned for; planning again is for the same, and workers check that they are on it.
+    The best checkpoint by `keep_best` is kept as `checkpoints.retain` says. The run goes on from the checkpoint after
+    `resume_step` steps. `avoided` are devices of this machine or nodes of a cluster that the run does without, after
+    failures there. `call_factors` are the measured over the predicted times of calls, where the plan was made with
+    them; `ignores_runs`: it was made without what finished runs measured of theirs. Deadlines: see `Deadlines`. The
+    master listens on `master_address`, else on that of `network_interface`, else of its host's name. `hardware` is what
+    was planned for; planning again is for the same, and workers check that they are on it.
 
     Raises:
         UserError: at construction, a number is out of its range.
@@ -111,33 +94,150 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     working_directory: str
     num_workers: int
     devices_per_node: int
-    record: tuple[str, ...] = ()
-    replay: str | None = None
-    checkpoint_every_steps: int | None = None
-    checkpoint_every_minutes: float | None = None
-    keep_checkpoints: int | None = None
-    keep_best: str | None = None
-    checkpoint_failures: int = 0
+    record: Annotated[
+        tuple[str, ...],
+        Option("write the data of these keys in every step to rollouts/", metavar="KEY", group=RECORDS, is_list=True),
+    ] = ()
+    replay: Annotated[
+        str | None,
+        Option("take the responses of this rollouts/ folder, draw none", metavar="FOLDER", group=RECORDS),
+    ] = None
+    checkpoint_every_steps: Annotated[
+        int | None,
+        Option(
+            "save every N steps too, not at the end alone",
+            flag="--checkpoint-every",
+            range=(1, MAX_STEPS),
+            unit="steps",
+            group=CHECKPOINTS,
+            is_common=True,
+        ),
+    ] = None
+    checkpoint_every_minutes: Annotated[
+        float | None,
+        Option(
+            "save about every MINUTES too",
+            metavar="MINUTES",
+            range=(0.001, YEAR_S / 60),
+            unit="minutes",
+            group=CHECKPOINTS,
+        ),
+    ] = None
+    keep_checkpoints: Annotated[
+        int | None, Option("keep the newest N (default: all)", range=(1, MAX_STEPS), group=CHECKPOINTS)
+    ] = None
+    keep_best: Annotated[
+        str | None,
+        Option(
+            "keep the checkpoint with its highest value too (min:STATISTIC: the lowest)",
+            metavar="STATISTIC",
+            group=CHECKPOINTS,
+        ),
+    ] = None
+    checkpoint_failures: Annotated[
+        int,
+        Option(
+            "go on when a checkpoint cannot be written, but not after more than N in a row",
+            range=(0, MAX_STEPS),
+            group=CHECKPOINTS,
+        ),
+    ] = 0
     resume_step: int = 0
     avoided: tuple[str, ...] = ()
     call_factors: dict[str, float] = {}
     ignores_runs: bool = False
-    drift_threshold: float = 1.5
-    verify_reallocations_every: int = 100
-    call_timeout_s: float = Deadlines.floor_s
-    deadline_factor: float = Deadlines.factor
-    setup_timeout_s: float = 300.0
-    master_timeout_s: float = 90.0
-    network_interface: str | None = None
-    master_address: str | None = None
+    drift_threshold: Annotated[
+        float,
+        Option(
+            "say so when a call takes more than X times its prediction, or less than 1/X of it",
+            range=(1.001, 10**6),
+            unit="times what was predicted",
+            group=DRIFT,
+        ),
+    ] = 1.5
+    verify_reallocations_every: Annotated[
+        int,
+        Option(
+            "compare checksums of reallocated parameters the first time, and then every N steps (1: always, 0: never)",
+            range=(0, MAX_STEPS),
+            unit="steps",
+            group=RECORDS,
+        ),
+    ] = 100
+    call_timeout_s: Annotated[
+        float,
+        Option(
+            "how long every call may take, whatever was predicted",
+            metavar="S",
+            range=(0.001, YEAR_S),
+            unit="seconds",
+            group=_LIMITS,
+        ),
+    ] = Deadlines.floor_s
+    deadline_factor: Annotated[
+        float,
+        Option(
+            "how many times its predicted time a longer call may take",
+            range=(1, 10**4),
+            unit="times what was predicted",
+            group=_LIMITS,
+        ),
+    ] = Deadlines.factor
+    setup_timeout_s: Annotated[
+        float,
+        Option("longest the start may take", metavar="S", range=(0.001, YEAR_S), unit="seconds", group=_LIMITS),
+    ] = 300.0
+    master_timeout_s: Annotated[
+        float,
+        Option(
+            "how long the master may be silent until a worker ends by itself",
+            metavar="S",
+            range=(1, YEAR_S),
+            unit="seconds",
+            group=_LIMITS,
+        ),
+    ] = 90.0
+    network_interface: Annotated[
+        str | None,
+        Option(
+            "interface of the master, gloo and NCCL (default: loopback on one machine)", metavar="NAME", group=_LIMITS
+        ),
+    ] = None
+    master_address: Annotated[
+        str | None,
+        Option("where the master listens (default: on that interface)", metavar="ADDRESS", group=_LIMITS),
+    ] = None
     hardware: Hardware | None = None
-    samples: int = 3
-    tensorboard: bool = False
-    wandb_project: str | None = None
+    samples: Annotated[
+        int,
+        Option(
+            "write N completions of each step with their rewards to samples.jsonl (0: none)",
+            range=(0, MAX_SAMPLES),
+            unit="samples",
+            group=RECORDS,
+            is_common=True,
+        ),
+    ] = 3
+    tensorboard: Annotated[
+        bool, Option("write TensorBoard's files to tensorboard/ too", group=RECORDS, is_common=True)
+    ] = False
+    wandb_project: Annotated[
+        str | None,
+        Option(
+            "send metrics to this project of Weights & Biases too",
+            flag="--wandb",
+            metavar="PROJECT",
+            group=RECORDS,
+            is_common=True,
+        ),
+    ] = None
     format: str = FORMAT
 
     def __post_init__(self) -> None:
-        check_ranges(msgspec.structs.asdict(self), RANGES)
+        check_options(RunSpec, msgspec.structs.asdict(self))
+        check_range("--num-workers", self.num_workers, 1, MAX_DEVICES)
+        check_range("--gpus-per-node", self.devices_per_node, 1, MAX_DEVICES)
+        check_range("resume_step", self.resume_step, 0, MAX_STEPS)
 
     @property
     def saves(self) -> bool:

@@ -71,7 +71,7 @@ RUN_HERE = {
     "realhf doctor": "",
     "torchrun --standalone --nproc-per-node 2 train_osdp.py": "",
     "torchrun --standalone --nproc-per-node 2 train_fully_shard.py": "",
-    "realhf plan --osdp llama3-7b --devices 8 --memory-gb 40": "",
+    "realhf osdp llama3-7b --devices 8 --memory-gb 40": "",
     "make run": "--dry-run",
     "make test": "--dry-run",
     "cd tests/slurm && ../../.venv/bin/python -m testbed --help": "",

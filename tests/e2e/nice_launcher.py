@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 from dataclasses import dataclass
+from typing import Annotated
 
-from realhf.base.options import option
+from realhf.base.options import Option
 from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
@@ -14,7 +15,7 @@ from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
 
 @dataclass(frozen=True, kw_only=True)
 class NiceOptions:
-    nice: int = option(5, "how much lower the priority of the processes is")
+    nice: Annotated[int, Option("how much lower the priority of the processes is")] = 5
 
 
 class NiceLauncher(Launcher):

@@ -28,7 +28,7 @@ def plan(words: str, *more: str, profiled: bool = False) -> Case:
 
 def osdp(name: str, words: str) -> str:
     """Its search ends with a proof long before the limit."""
-    return f"plan --osdp {words} --seconds 1000 --json {name}.json"
+    return f"osdp {words} --seconds 1000 --json {name}.json"
 
 
 def script(words: str) -> str:

@@ -1,4 +1,4 @@
-"""The goldens: what `realhf plan`, `search`, `plan --osdp` and `run` answer, recorded so that no change is unseen.
+"""The goldens: what `realhf plan`, `search`, `osdp` and `run` answer, recorded so that no change is unseen.
 
 `tests/golden/planning/CASE.json` holds the outcome of a case of `cases.py`, and `tests/golden/digests/RUN.json` the
 digest of a float64 run of `runs.py`.

@@ -1,40 +1,63 @@
 """Hyperparameters of direct preference optimisation."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from realhf.algorithms.choices import DPOLoss, check_choice
-from realhf.algorithms.options import coefficients
+from realhf.algorithms.options import COEFFICIENT
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
 from realhf.base.errors import UserError
-from realhf.base.numbers import Range, check_ranges
-
-_RANGES = {
-    "beta": Range("beta", 1e-9, 1e6),
-    "label_smoothing": Range("label_smoothing", 0, 0.5 - 1e-9),
-    "epochs": Range("epochs", 1, 1024),
-    **coefficients("sft_coef"),
-}
+from realhf.base.options import ALGORITHM, Option, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO:
-    """The settings of an update on preference pairs."""
+class DPO(Settings):
+    """The settings of an update on preference pairs.
 
-    loss_type: DPOLoss = "sigmoid"
-    """"sigmoid" is DPO (with `label_smoothing`: conservative DPO), "robust" its unbiased form under wrong labels,
-    "hinge" SLiC's, "ipo" IPO, whose log-ratios are means over tokens."""
-    beta: float = 0.1
-    """How strongly the policy is kept near the reference; of "ipo" the square loss aims at a margin of 1 / (2 beta)."""
-    label_smoothing: float = 0.0
-    """The share of pairs that are the wrong way round; of "sigmoid" and "robust"."""
-    reference_free: bool = False
-    """The reference is uniform: the margin is that of the policy's log-probabilities."""
-    sft_coef: float = 0.0
-    """How much the mean log-probability of a chosen response's tokens is raised beside it (RPO)."""
-    epochs: int = 1
+    `loss_type` "sigmoid" is DPO (with `label_smoothing`: conservative DPO), "robust" its unbiased form under wrong
+    labels, "hinge" SLiC's, "ipo" IPO, whose log-ratios are means over tokens, and whose square loss aims at a margin of
+    1 / (2 beta).
+    """
+
+    loss_type: Annotated[
+        DPOLoss,
+        Option("DPO's loss, SLiC's hinge, IPO, or DPO that is robust to wrong labels", group=ALGORITHM, is_common=True),
+    ] = "sigmoid"
+    beta: Annotated[
+        float,
+        Option(
+            "how strongly the policy is kept near the reference", range=(1e-9, 1e6), group=ALGORITHM, is_common=True
+        ),
+    ] = 0.1
+    label_smoothing: Annotated[
+        float,
+        Option(
+            "share of pairs that are the wrong way round (sigmoid and robust)",
+            range=(0, 0.5 - 1e-9),
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.0
+    reference_free: Annotated[
+        bool,
+        Option("take a uniform reference: the margin of the policy alone counts", group=ALGORITHM, is_common=True),
+    ] = False
+    sft_coef: Annotated[
+        float,
+        Option(
+            "coefficient of the mean log-probability of the chosen response (RPO)",
+            range=COEFFICIENT,
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.0
+    epochs: Annotated[
+        int,
+        Option("passes of an update through the mini-batches of a step", range=(1, 1024), group=ALGORITHM),
+    ] = 1
 
     def __post_init__(self) -> None:
-        check_ranges(vars(self), _RANGES)
+        super().__post_init__()
         check_choice("loss_type", self.loss_type, DPOLoss)
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise UserError(

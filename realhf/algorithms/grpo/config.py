@@ -1,9 +1,10 @@
 """Hyperparameters of GRPO and its relatives: Dr. GRPO, DAPO, GSPO, CISPO, SAPO, LUSPO, VESPO."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from realhf.algorithms.choices import GRPOLoss, Ratio, RewardScale, check_choice
-from realhf.algorithms.options import ClippedOptions, coefficients
+from realhf.algorithms.options import COEFFICIENT, ClippedOptions
 from realhf.api.script.functions import (
     SEQUENCE_MEAN,
     TOKEN_MEAN,
@@ -14,18 +15,7 @@ from realhf.api.script.functions import (
     tensor_function,
 )
 from realhf.base.errors import UserError
-from realhf.base.numbers import Range, check_ranges
-
-_RANGES = {
-    "delta": Range("delta (0: none)", 0, 1e6),
-    "ratio_cap": Range("ratio_cap", 1, 1e6),
-    "sapo_temperature_up": Range("sapo_temperature_up", 1e-6, 1e6),
-    "sapo_temperature_down": Range("sapo_temperature_down", 1e-6, 1e6),
-    "groups_per_step": Range("groups_per_step (0: all)", 0, 2**20),
-    **coefficients(
-        "beta", "off_policy_threshold", "vespo_k_up", "vespo_lambda_up", "vespo_k_down", "vespo_lambda_down"
-    ),
-}
+from realhf.base.options import ALGORITHM, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,39 +25,96 @@ class GRPO(ClippedOptions):
     A response's advantage is its reward against the mean of its group, the responses to one prompt. GSPO is
     ratio="sequence", Dr. GRPO is loss_type="dr_grpo" with scale_rewards="none", DAPO is the default loss with
     clip_high=0.28, drop_uniform_groups and mask_truncated.
+
+    `loss_type` is the loss of a token, and how tokens are reduced: "grpo" the mean over each response, then over
+    responses; "bnpo" and "dapo" the mean over the tokens of the mini-batch; "dr_grpo" the sum over tokens / (responses
+    x max_new_tokens); "luspo" the sum over tokens / responses; "cispo", "vespo" REINFORCE with weighted tokens, mean
+    over tokens; "sapo" a smooth gate in place of the clip, reduced as "grpo". What a step lacks of `groups_per_step`,
+    later steps make up for.
     """
 
     samples_per_prompt: int = 8
-    loss_type: GRPOLoss = "dapo"
-    """The loss of a token, and how tokens are reduced: "grpo" the mean over each response, then over responses; "bnpo"
-    and "dapo" the mean over the tokens of the mini-batch; "dr_grpo" the sum over tokens / (responses x max_new_tokens);
-    "luspo" the sum over tokens / responses; "cispo", "vespo" REINFORCE with weighted tokens, mean over tokens; "sapo" a
-    smooth gate in place of the clip, reduced as "grpo"."""
-    scale_rewards: RewardScale = "group"
-    """What a reward's distance from the mean of its group is divided by: the group's deviation, the batch's, or 1."""
-    beta: float = 0.02
-    """The coefficient of the divergence from the reference in the loss (k3). 0 needs no reference."""
-    unbiased_kl: bool = True
-    """The divergence's terms are weighted by the ratio, which makes their gradient unbiased (DeepSeek-V3.2)."""
-    delta: float = 0.0
-    """The largest ratio for bad tokens, above 1 + clip_high (INTELLECT-2); 0: any."""
-    ratio: Ratio = "token"
-    """Of each token, of the whole response (GSPO), or of the response with the gradient of each token (GSPO-token)."""
-    ratio_cap: float = 5.0
-    """The largest ratio of "cispo"."""
-    sapo_temperature_up: float = 1.0
-    sapo_temperature_down: float = 1.05
-    vespo_k_up: float = 2.0
-    vespo_lambda_up: float = 3.0
-    vespo_k_down: float = 3.0
-    vespo_lambda_down: float = 2.0
-    off_policy_threshold: float = 0.0
-    """Leaves out bad responses from which the policy has moved by more than this on average (DeepSeek-V3.2); 0: off."""
-    drop_uniform_groups: bool = False
-    """Leaves out groups whose responses all have one reward: they teach nothing, and would count in means."""
-    groups_per_step: int = 0
-    """With `drop_uniform_groups`: the first so many of the other groups are trained on. What a step lacks, later steps
-    make up for. 0: all."""
+    loss_type: Annotated[
+        GRPOLoss, Option("loss of a token, and how tokens are reduced", group=ALGORITHM, is_common=True)
+    ] = "dapo"
+    scale_rewards: Annotated[
+        RewardScale,
+        Option(
+            "deviation that divides a reward's distance from its group's mean",
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = "group"
+    beta: Annotated[
+        float,
+        Option(
+            "coefficient of the divergence from the reference (0 needs no reference)",
+            range=COEFFICIENT,
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.02
+    unbiased_kl: Annotated[
+        bool,
+        Option(
+            "weight the divergence by the ratio, which makes its gradient unbiased (DeepSeek-V3.2)", group=ALGORITHM
+        ),
+    ] = True
+    delta: Annotated[
+        float,
+        Option(
+            "largest ratio for bad tokens, above 1 + clip_high (INTELLECT-2; 0: any)",
+            range=(0, 1e6),
+            group=ALGORITHM,
+        ),
+    ] = 0.0
+    ratio: Annotated[
+        Ratio,
+        Option(
+            "level of the importance ratio (GSPO: sequence, GSPO-token: sequence_token)",
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = "token"
+    ratio_cap: Annotated[float, Option("largest ratio of cispo", range=(1, 1e6), group=ALGORITHM)] = 5.0
+    sapo_temperature_up: Annotated[
+        float, Option("sapo: temperature of the gate for good tokens", range=(1e-6, 1e6), group=ALGORITHM)
+    ] = 1.0
+    sapo_temperature_down: Annotated[
+        float, Option("sapo: temperature of the gate for bad tokens", range=(1e-6, 1e6), group=ALGORITHM)
+    ] = 1.05
+    vespo_k_up: Annotated[
+        float, Option("vespo: power of the weight of good responses", range=COEFFICIENT, group=ALGORITHM)
+    ] = 2.0
+    vespo_lambda_up: Annotated[
+        float, Option("vespo: decay of the weight of good responses", range=COEFFICIENT, group=ALGORITHM)
+    ] = 3.0
+    vespo_k_down: Annotated[
+        float, Option("vespo: power of the weight of bad responses", range=COEFFICIENT, group=ALGORITHM)
+    ] = 3.0
+    vespo_lambda_down: Annotated[
+        float, Option("vespo: decay of the weight of bad responses", range=COEFFICIENT, group=ALGORITHM)
+    ] = 2.0
+    off_policy_threshold: Annotated[
+        float,
+        Option(
+            "leave out bad responses from which the policy has moved by more than this (DeepSeek-V3.2; 0: off)",
+            range=COEFFICIENT,
+            group=ALGORITHM,
+        ),
+    ] = 0.0
+    drop_uniform_groups: Annotated[
+        bool,
+        Option("leave out groups whose responses all have one reward", group=ALGORITHM, is_common=True),
+    ] = False
+    groups_per_step: Annotated[
+        int,
+        Option(
+            "with drop_uniform_groups: train on the first N of the other groups (0: all)",
+            range=(0, 2**20),
+            group=ALGORITHM,
+        ),
+    ] = 0
 
     @property
     def reduction(self) -> Reduction:
@@ -83,7 +130,6 @@ class GRPO(ClippedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(vars(self), _RANGES)
         for name, choices in (("loss_type", GRPOLoss), ("scale_rewards", RewardScale), ("ratio", Ratio)):
             check_choice(name, getattr(self, name), choices)
         check_groups(self.samples_per_prompt, "GRPO")

@@ -1,26 +1,12 @@
 """Hyperparameters of PPO, its tensor function and its losses."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from realhf.algorithms.choices import KLController, KLEstimator, check_choice
 from realhf.algorithms.options import PolicyOptions, check_dual_clip
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.base.numbers import Range, check_ranges
-
-RANGES = {
-    "gamma": Range("gamma", 0, 1),
-    "lam": Range("lam", 0, 1),
-    "kl_coef": Range("kl_coef", 0, 1e6),
-    "kl_target": Range("kl_target", 1e-9, 1e6),
-    "kl_horizon": Range("kl_horizon", 1, 1e12, "samples"),
-    "policy_clip": Range("policy_clip", 1e-6, 1e6),
-    "value_clip": Range("value_clip (0: none)", 0, 1e6),
-    "value_decay": Range("value_decay", 0, 1 - 1e-9),
-    "max_kl": Range("max_kl", 1e-9, 1e6),
-    "reward_mean": Range("reward_mean", -1e9, 1e9),
-    "reward_std": Range("reward_std", 1e-9, 1e9),
-    "reward_clip": Range("reward_clip", 1e-9, 1e9),
-}
+from realhf.base.options import ALGORITHM, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,40 +14,90 @@ class PPOHyperparameters(PolicyOptions):
     """The settings that PPO's calls share, with the options of rollouts.
 
     The reward of a response is (score - reward_mean) / reward_std, clipped to +-reward_clip, at
-    its last token, and -kl_coef * log(policy / reference) at every token.
+    its last token, and -kl_coef * log(policy / reference) at every token. With the `kl_controller` "adaptive" kl_coef
+    rises where the divergence of a response from the reference (the sum over its tokens) is above `kl_target`, and
+    falls where it is below. With `normalise_values` the critic's outputs are turned back into returns before advantages
+    are estimated from them. `max_kl` is the mean over tokens of k3, looked at after each mini-batch; Spinning Up has
+    1.5 times its target, 0.015.
     """
 
-    gamma: float = 1.0
-    lam: float = 0.95
-    kl_coef: float = 0.05
-    """With `kl_controller` "adaptive" the coefficient of the first step."""
-    kl_estimator: KLEstimator = "k1"
-    kl_controller: KLController = "fixed"
-    """"adaptive" raises the coefficient where the divergence of a response from the reference (the sum over its tokens)
-    is above `kl_target`, and lowers it where it is below, by at most 20 % in `kl_horizon` samples."""
-    kl_target: float = 6.0
-    kl_horizon: float = 10_000
-    policy_clip: float = 0.2
-    dual_clip: float = 0.0
-    """Bounds the loss of tokens with a negative advantage by this multiple of it; above 1, or 0 for no bound."""
-    value_clip: float = 0.2
-    """0: values are not kept near those of the rollouts."""
-    normalise_values: bool = False
-    """The critic learns returns in units of their running mean and deviation; its outputs are turned back into returns
-    before advantages are estimated from them."""
-    value_decay: float = 0.99
-    """How slowly the running mean and deviation of the returns change."""
-    whiten_advantages: bool = True
-    max_kl: float | None = None
-    """Training on a step's rollouts ends after the mini-batch in which the policy was further than this from the one
-    that drew them (mean over tokens of k3); Spinning Up has 1.5 times its target, 0.015. None: it never does."""
-    reward_mean: float = 0.0
-    reward_std: float = 1.0
-    reward_clip: float = 5.0
+    gamma: Annotated[float, Option("discount of later rewards", range=(0, 1), group=ALGORITHM)] = 1.0
+    lam: Annotated[
+        float, Option("decay of generalised advantage estimation", range=(0, 1), group=ALGORITHM, is_common=True)
+    ] = 0.95
+    kl_coef: Annotated[
+        float,
+        Option(
+            "coefficient of the divergence from the reference in the rewards",
+            range=(0, 1e6),
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.05
+    kl_estimator: Annotated[KLEstimator, Option("estimator of that divergence", group=ALGORITHM)] = "k1"
+    kl_controller: Annotated[
+        KLController,
+        Option("adaptive: kl_coef of the first step, then raised or lowered towards kl_target", group=ALGORITHM),
+    ] = "fixed"
+    kl_target: Annotated[
+        float, Option("adaptive: divergence of a whole response that is aimed at", range=(1e-9, 1e6), group=ALGORITHM)
+    ] = 6.0
+    kl_horizon: Annotated[
+        float,
+        Option(
+            "adaptive: samples in which kl_coef changes by at most 20 %",
+            range=(1, 1e12),
+            unit="samples",
+            group=ALGORITHM,
+        ),
+    ] = 10_000
+    policy_clip: Annotated[
+        float,
+        Option(
+            "the ratio to the policy that drew a token stays within 1 +- this",
+            range=(1e-6, 1e6),
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.2
+    dual_clip: Annotated[
+        float,
+        Option("bound on the loss of bad tokens, a multiple of their advantage above 1 (0: none)", group=ALGORITHM),
+    ] = 0.0
+    value_clip: Annotated[
+        float,
+        Option(
+            "values stay within this distance from those of the rollouts (0: any)",
+            range=(0, 1e6),
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.2
+    normalise_values: Annotated[
+        bool, Option("the critic learns returns in units of their running mean and deviation", group=ALGORITHM)
+    ] = False
+    value_decay: Annotated[
+        float, Option("decay of that running mean and deviation", range=(0, 1 - 1e-9), group=ALGORITHM)
+    ] = 0.99
+    whiten_advantages: Annotated[
+        bool, Option("give the advantages of a batch mean 0 and deviation 1", group=ALGORITHM)
+    ] = True
+    max_kl: Annotated[
+        float | None,
+        Option(
+            "end the training of a step when the policy is further than this from its rollouts (default: never)",
+            range=(1e-9, 1e6),
+            group=ALGORITHM,
+        ),
+    ] = None
+    reward_mean: Annotated[float, Option("subtracted from scores", range=(-1e9, 1e9), group=ALGORITHM)] = 0.0
+    reward_std: Annotated[float, Option("divides scores", range=(1e-9, 1e9), group=ALGORITHM)] = 1.0
+    reward_clip: Annotated[
+        float, Option("clip scaled scores to +- this", range=(1e-9, 1e9), group=ALGORITHM, is_common=True)
+    ] = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(vars(self), RANGES)
         check_choice("kl_estimator", self.kl_estimator, KLEstimator)
         check_choice("kl_controller", self.kl_controller, KLController)
         check_dual_clip(self.dual_clip)
@@ -75,11 +111,10 @@ class PPOPtx(PPOHyperparameters):
     pretraining text.
     """
 
-    ptx_coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges(vars(self), {"ptx_coef": Range("ptx_coef", 0, 1e6)})
+    ptx_coef: Annotated[
+        float,
+        Option("weight of the examples' loss beside the rollouts'", range=(0, 1e6), group=ALGORITHM, is_common=True),
+    ] = 1.0
 
 
 ppo_advantages = tensor_function("realhf.algorithms.ppo.functions:ppo_advantages")

@@ -1,37 +1,48 @@
 """Hyperparameters of REINFORCE++."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from realhf.algorithms.choices import Baseline, KLEstimator, check_choice
 from realhf.algorithms.grpo.config import check_groups
-from realhf.algorithms.options import ClippedOptions, coefficients
+from realhf.algorithms.options import COEFFICIENT, ClippedOptions
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.base.numbers import Range, check_ranges
-
-_RANGES = {"gamma": Range("gamma", 0, 1), **coefficients("kl_coef", "reward_clip")}
+from realhf.base.options import ALGORITHM, Option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlus(ClippedOptions):
     """The settings that the calls of REINFORCE++ share, with the options of rollouts.
 
-    Advantages are the rewards to go of each token, normalised over all tokens of the batch; no value model.
+    Advantages are the rewards to go of each token, normalised over all tokens of the batch; no value model. With the
+    `baseline` "none" the divergence from the reference is a part of the tokens' rewards. With "group"
+    (REINFORCE++-baseline) it is a part of the loss (k2), and each response's reward is less the mean of its group.
     """
 
-    baseline: Baseline = "none"
-    """"none": the divergence from the reference is a part of the tokens' rewards. "group" (REINFORCE++-baseline): the
-    mean reward of its group is taken from each response's reward, and the divergence is a part of the loss (k2)."""
-    kl_coef: float = 0.01
-    """0 needs no reference."""
-    kl_estimator: KLEstimator = "k1"
-    """Of the divergence in the rewards."""
-    gamma: float = 1.0
-    reward_clip: float = 10.0
-    """Scores are clipped to +-reward_clip; 0: not."""
+    baseline: Annotated[
+        Baseline,
+        Option(
+            "subtracted from each reward: nothing, or the mean reward of its group", group=ALGORITHM, is_common=True
+        ),
+    ] = "none"
+    kl_coef: Annotated[
+        float,
+        Option(
+            "coefficient of the divergence from the reference (0 needs no reference)",
+            range=COEFFICIENT,
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.01
+    kl_estimator: Annotated[KLEstimator, Option("estimator of the divergence in the rewards", group=ALGORITHM)] = "k1"
+    gamma: Annotated[float, Option("discount of later rewards", range=(0, 1), group=ALGORITHM)] = 1.0
+    reward_clip: Annotated[
+        float,
+        Option("clip scores to +- this (0: not)", range=COEFFICIENT, group=ALGORITHM, is_common=True),
+    ] = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(vars(self), _RANGES)
         check_choice("baseline", self.baseline, Baseline)
         check_choice("kl_estimator", self.kl_estimator, KLEstimator)
         if self.baseline == "group":

@@ -1,14 +1,13 @@
 """Hyperparameters of ReMax."""
 
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 from realhf.algorithms.choices import KLEstimator, check_choice
-from realhf.algorithms.options import ClippedOptions, coefficients
+from realhf.algorithms.options import COEFFICIENT, ClippedOptions
 from realhf.api.generation import GenerationOptions
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.base.numbers import check_ranges
-
-_RANGES = coefficients("kl_coef")
+from realhf.base.options import ALGORITHM, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +17,16 @@ class ReMax(ClippedOptions):
     A response's advantage is its reward less that of the greedy response to the same prompt, a second generation.
     """
 
-    kl_coef: float = 0.05
-    """0 needs no reference."""
-    kl_estimator: KLEstimator = "k1"
+    kl_coef: Annotated[
+        float,
+        Option(
+            "coefficient of the divergence from the reference (0 needs no reference)",
+            range=COEFFICIENT,
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.05
+    kl_estimator: Annotated[KLEstimator, Option("estimator of the divergence", group=ALGORITHM)] = "k1"
 
     @property
     def greedy(self) -> GenerationOptions:
@@ -30,7 +36,6 @@ class ReMax(ClippedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(vars(self), _RANGES)
         check_choice("kl_estimator", self.kl_estimator, KLEstimator)
 
 

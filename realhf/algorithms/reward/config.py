@@ -1,28 +1,35 @@
 """Reward modelling from preference pairs: its settings and losses."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from realhf.algorithms.options import coefficients
+from realhf.algorithms.options import COEFFICIENT
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.base.numbers import check_range, check_ranges
+from realhf.base.options import ALGORITHM, Option, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairLoss:
+class PairLoss(Settings):
     """The settings of a reward model's update on preference pairs.
 
     A column `margin` [1] of the pairs is how much better the chosen response is said to be (0 without it).
     """
 
-    score_square_coef: float = 0.001
-    """A pull of each score to 0."""
-    centre_coef: float = 0.0
-    """A pull of the sum of a pair's scores to 0; 0.01 is usual."""
-    epochs: int = 1
-
-    def __post_init__(self) -> None:
-        check_ranges(vars(self), coefficients("score_square_coef", "centre_coef"))
-        check_range("epochs", self.epochs, 1, 1024)
+    score_square_coef: Annotated[
+        float, Option("pull of each score to 0", range=COEFFICIENT, group=ALGORITHM, is_common=True)
+    ] = 0.001
+    centre_coef: Annotated[
+        float,
+        Option(
+            "pull of the sum of a pair's scores to 0; 0.01 is usual", range=COEFFICIENT, group=ALGORITHM, is_common=True
+        ),
+    ] = 0.0
+    epochs: Annotated[
+        int,
+        Option(
+            "passes of an update through the mini-batches of a step", range=(1, 1024), group=ALGORITHM, is_common=True
+        ),
+    ] = 1
 
 
 _pairwise = loss_function("realhf.algorithms.reward.functions:pairwise")

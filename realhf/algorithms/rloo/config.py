@@ -1,13 +1,12 @@
 """Hyperparameters of RLOO."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from realhf.algorithms.grpo.config import check_groups
-from realhf.algorithms.options import ClippedOptions, coefficients
+from realhf.algorithms.options import COEFFICIENT, ClippedOptions
 from realhf.api.script.functions import SEQUENCE_MEAN, BoundLoss, Reduction, loss_function, tensor_function
-from realhf.base.numbers import check_ranges
-
-_RANGES = coefficients("kl_coef", "reward_clip")
+from realhf.base.options import ALGORITHM, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +19,25 @@ class RLOO(ClippedOptions):
     """
 
     samples_per_prompt: int = 4
-    kl_coef: float = 0.05
-    """0 needs no reference."""
-    reward_clip: float = 0.0
-    """Scores are clipped to +-reward_clip; 0: not."""
-    normalise_advantages: bool = False
-    """Advantages are divided by their deviation over the batch, less their mean."""
+    kl_coef: Annotated[
+        float,
+        Option(
+            "coefficient of the divergence from the reference (0 needs no reference)",
+            range=COEFFICIENT,
+            group=ALGORITHM,
+            is_common=True,
+        ),
+    ] = 0.05
+    reward_clip: Annotated[
+        float,
+        Option("clip scores to +- this (0: not)", range=COEFFICIENT, group=ALGORITHM, is_common=True),
+    ] = 0.0
+    normalise_advantages: Annotated[
+        bool,
+        Option(
+            "take the mean of the batch off advantages, and divide by their deviation", group=ALGORITHM, is_common=True
+        ),
+    ] = False
 
     @property
     def reduction(self) -> Reduction:
@@ -33,7 +45,6 @@ class RLOO(ClippedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(vars(self), _RANGES)
         check_groups(self.samples_per_prompt, "RLOO")
 
 

@@ -1,20 +1,13 @@
 """Hyperparameters of Safe-RLHF: PPO under a limit on the mean cost."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from realhf.algorithms.options import coefficients
+from realhf.algorithms.options import COEFFICIENT
 from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_policy, ppo_value
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
 from realhf.base.errors import UserError
-from realhf.base.numbers import Range, check_ranges
-
-_RANGES = {
-    "cost_limit": Range("cost_limit", -1e9, 1e9),
-    "cost_std": Range("cost_std", 1e-9, 1e9),
-    "multiplier": Range("multiplier", 1e-6, 1e6),
-    "max_multiplier": Range("max_multiplier", 1e-6, 1e6),
-    **coefficients("multiplier_lr"),
-}
+from realhf.base.options import ALGORITHM, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +18,29 @@ class SafeRLHF(PPOHyperparameters):
     above `cost_limit`, and falls while it is below.
     """
 
-    cost_limit: float = 0.0
-    cost_std: float = 1.0
-    """Costs are divided by it before advantages are estimated from them; the limit is in the cost model's units."""
-    multiplier: float = 1.0
-    """The Lagrange multiplier of the first step."""
-    max_multiplier: float = 100.0
-    multiplier_lr: float = 0.1
-    """The step size on the logarithm of the multiplier."""
+    cost_limit: Annotated[
+        float,
+        Option("highest mean cost, in the cost model's units", range=(-1e9, 1e9), group=ALGORITHM, is_common=True),
+    ] = 0.0
+    cost_std: Annotated[
+        float,
+        Option(
+            "divide costs by this before advantages are estimated", range=(1e-9, 1e9), group=ALGORITHM, is_common=True
+        ),
+    ] = 1.0
+    multiplier: Annotated[
+        float, Option("Lagrange multiplier of the first step", range=(1e-6, 1e6), group=ALGORITHM, is_common=True)
+    ] = 1.0
+    max_multiplier: Annotated[
+        float, Option("largest Lagrange multiplier", range=(1e-6, 1e6), group=ALGORITHM, is_common=True)
+    ] = 100.0
+    multiplier_lr: Annotated[
+        float,
+        Option("step size on the logarithm of the multiplier", range=COEFFICIENT, group=ALGORITHM, is_common=True),
+    ] = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(vars(self), _RANGES)
         if self.multiplier > self.max_multiplier:
             raise UserError(f"multiplier={self.multiplier} must be at most max_multiplier={self.max_multiplier}")
         if self.normalise_values:

@@ -3,24 +3,31 @@
 import dataclasses
 import importlib
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from realhf.api.data_options import DataOptions, ExampleOptions, PairOptions
 from realhf.api.experiment import Dataset
 from realhf.api.script.lines import ScriptError
+from realhf.base.options import NEEDED, Option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptData(DataOptions):
     """A data set of a script. Its fields are options of the command line: of the first data set without a prefix
     (`--data FILE`), of others by the name of the parameter (`--pretraining.data FILE`).
-
-    data: a JSONL or parquet file, a folder or a pattern of such files, or what `datasets` saved.
     """
 
     DATASET: ClassVar[str]  # MODULE:CLASS, loaded by its name: data sets lie above the API
 
-    data: str = ""
+    data: Annotated[
+        str,
+        Option(
+            "JSONL or parquet file, a folder or a pattern of such files, or a data set that `datasets` saved",
+            metavar="FILE",
+            group=NEEDED,
+            is_common=True,
+        ),
+    ] = ""
 
     def dataset(self, name: str, tokenizer: str) -> Dataset:
         """The data set of the parameter `name`. Raises UserError where no file is given."""

@@ -1,9 +1,12 @@
 """The experiment that a script becomes: a dataclass whose fields are the options of its parameters."""
 
+import ast
 import dataclasses
 import dis
 import inspect
+import textwrap
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,11 +19,12 @@ from realhf.api.experiment import Dataset, Evaluation, ModelSetup
 from realhf.api.model_source import ModelSource, model_source
 from realhf.api.script.data import ScriptData, load
 from realhf.api.script.lines import ScriptError
-from realhf.api.script.models import ScriptModel
+from realhf.api.script.models import READING, ScriptModel
 from realhf.api.script.reward import Reward, models_of_rewards
 from realhf.api.script.trace import EndTokens, Trace
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
+from realhf.base.options import DATA, EVALUATION, NEEDED, TRAINING, Option
 from realhf.dataflow.graph import ModelFunctionCallDef
 
 # By their names: they lie above the API.
@@ -35,30 +39,57 @@ SMALL = DecoderConfig(hidden_size=192, intermediate_size=512, num_layers=4, num_
 class ScriptExperiment:
     """The fields that the experiments of all scripts have.
 
-    model: the directory of a run or of a Hugging Face checkpoint, for all models that name none of their own; empty:
-        random weights from the seed, in the shape `architecture`.
-    tokenizer: a tokenizer.json or its directory; by default the one that came with the model.
-    mini_batches: optimizer steps of an update that names no number.
-    eval_data: held-out rows in place of the first data set's, for an evaluation before the first step, every
-        `eval_every_steps` and at the end: of prompts the rewards of one response each, drawn at `eval_temperature` (by
-        default that of training), of examples and pairs the losses. `eval_batch_size` rows at a time; 0: see
-        `evaluation_batch`.
+    An evaluation is made before the first step, every `eval_every_steps` and at the end. Its statistics are the rewards
+    of one response to each prompt of `eval_data`, or the losses of examples and pairs.
     """
 
     SCRIPT: ClassVar[Callable[..., None]]
 
-    seed: int = 0
-    steps: int = 100
-    batch_size: int = 0
-    mini_batches: int = 1
-    dtype: DType = "float32"
-    model: str = ""
+    seed: Annotated[int, Option("seed of all random numbers", group=TRAINING, is_common=True)] = 0
+    steps: Annotated[int, Option("steps of training", group=TRAINING, is_common=True)] = 100
+    batch_size: Annotated[int, Option("responses, examples or pairs of a step", group=TRAINING, is_common=True)] = 0
+    mini_batches: Annotated[
+        int, Option("optimizer steps of each update, on equal parts of the batch", group=TRAINING, is_common=True)
+    ] = 1
+    dtype: Annotated[DType, Option("dtype of all models", group=TRAINING, is_common=True)] = "float32"
+    model: Annotated[
+        str,
+        Option(
+            "run directory or Hugging Face checkpoint of all models that name none of their own (default: random "
+            "weights)",
+            metavar="DIR",
+            group=NEEDED,
+            is_common=True,
+        ),
+    ] = ""
     architecture: DecoderConfig = field(default_factory=lambda: SMALL)
-    tokenizer: str = ""
-    eval_data: str = ""
-    eval_every_steps: int | None = None
-    eval_batch_size: int = 0
-    eval_temperature: float | None = None
+    tokenizer: Annotated[
+        str,
+        Option(
+            "tokenizer.json or its directory (default: that of the model)", metavar="DIR", group=DATA, is_common=True
+        ),
+    ] = ""
+    eval_data: Annotated[
+        str,
+        Option(
+            "held-out rows, whose rewards or losses are measured before the first step and at the end",
+            metavar="FILE",
+            group=EVALUATION,
+            is_common=True,
+        ),
+    ] = ""
+    eval_every_steps: Annotated[int | None, Option("evaluate every N steps too", group=EVALUATION, is_common=True)] = (
+        None
+    )
+    eval_batch_size: Annotated[
+        int,
+        Option(
+            "rows of an evaluation's batch (0: at most --batch-size, so that few rows are left out)", group=EVALUATION
+        ),
+    ] = 0
+    eval_temperature: Annotated[
+        float | None, Option("temperature of evaluations (default: that of training)", group=EVALUATION)
+    ] = None
 
     @cached_property
     def _models(self) -> dict[str, ScriptModel]:
@@ -97,6 +128,15 @@ class ScriptExperiment:
             )
         size = self.eval_batch_size or evaluation_batch(dataset.check().rows, self.batch_size)
         return Evaluation(rpcs=calls, dataset=dataset, batch_size=size, every_steps=self.eval_every_steps)
+
+    @classmethod
+    def untrained(cls) -> frozenset[str]:
+        """The parameters that the script's text mentions only to call a method that trains no model."""
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls.SCRIPT)))))
+        mentions = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+        attributes = (node for node in nodes if isinstance(node, ast.Attribute) and node.attr in READING)
+        reads = Counter(node.value.id for node in attributes if isinstance(node.value, ast.Name))
+        return frozenset(name for name, number in reads.items() if number == mentions[name])
 
     def _of_kind(self, kind: type[Any]) -> dict[str, Any]:
         """The parameters of the script that are of a kind."""

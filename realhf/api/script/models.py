@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 import tyro
 
-from realhf.api.backends import NATIVE
+from realhf.api.backends import BACKEND_OPTION, NATIVE
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.api.model_source import ModelSource
@@ -35,6 +35,7 @@ from realhf.api.script.views import View
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DType, Head
 from realhf.base.errors import UserError
+from realhf.base.options import NEEDED, Option
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfaceType
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
@@ -42,27 +43,28 @@ from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
 # What a method reads: columns of the step, or a parameter that is data, which stands for its columns in a script.
 Data = Columns | ScriptData
 
+# The methods of models that train none.
+READING = ("generate", "logprobs", "values", "score")
+
 ROLLOUT = "give the result of generate, or a tensor function's that was given it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptModel(OptimizerConfig):
     """A model of a script. Its fields are options of the command line, by the name of the parameter:
-    `--actor.model DIR --actor.lr 1e-6`. Those of the optimizer hold if the script trains the model.
-
-    model: the directory of a run or of a Hugging Face checkpoint; by default that of `--model`.
-    new_head: the checkpoint's trunk under a new head. A model of values or rewards that the script trains gets one
-        anyway where the checkpoint is a language model.
-    with_optimizer: takes the optimizer's states of a run as well.
-    backend, compute, follows: see `ModelSetup`.
+    `--actor.model DIR --actor.lr 1e-6`. Those of the optimizer hold if the script trains the model. A model of values
+    or rewards that the script trains gets a new head anyway where the checkpoint is a language model. `follows`: see
+    `ModelSetup`.
     """
 
     HEAD: ClassVar[Head]
 
-    model: str = ""
-    new_head: bool = False
-    with_optimizer: bool = False
-    backend: str = NATIVE
+    model: Annotated[
+        str, Option("run directory or Hugging Face checkpoint (default: that of --model)", metavar="DIR", group=NEEDED)
+    ] = ""
+    new_head: Annotated[bool, Option("put a new head on the checkpoint's layers", group=NEEDED)] = False
+    with_optimizer: Annotated[bool, Option("take the optimizer's states of the run as well", group=NEEDED)] = False
+    backend: Annotated[str, BACKEND_OPTION] = NATIVE
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     follows: Annotated[Follow | None, tyro.conf.Suppress] = None
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 import tyro
 
-from realhf.api.backends import NATIVE
+from realhf.api.backends import BACKEND_OPTION, NATIVE
 from realhf.api.script.columns import Columns
 from realhf.api.script.data import load
 from realhf.api.script.lines import script_error
@@ -16,6 +16,7 @@ from realhf.api.script.trace import Request, Trace
 from realhf.api.script.views import View
 from realhf.architecture.compute import ComputeConfig
 from realhf.base.errors import UserError
+from realhf.base.options import NEEDED, REWARD, Option
 from realhf.dataflow.graph import INFERENCE
 
 _TEXT_REWARD = "realhf.algorithms.text_reward.config:TextReward"  # by its name: it lies above the API
@@ -26,20 +27,50 @@ class Reward:
     """What scores responses: functions on texts (`--reward FILE.py:FUNCTION`, which may be repeated, with `=WEIGHT`
     behind it), or a reward model (`--reward.model DIR`); `reward` is the name of the parameter.
 
-    functions: see `realhf.algorithms.text_reward.config.TextReward`, as are the other fields of such rewards.
-    new_head, backend, compute: of the model (`ModelSetup`).
+    The fields of functions are those of `realhf.algorithms.text_reward.config.TextReward`.
     """
 
-    functions: Annotated[tuple[str, ...], tyro.conf.arg(name=""), tyro.conf.UseAppendAction] = ()
-    on_error: Literal["fail", "zero", "drop"] = "fail"
-    timeout_s: float = 60.0
-    processes: int = 0
-    concurrency: int = 1024
-    batch_samples: int = 64
-    seconds_per_sample: float = 0.001
-    model: str = ""
-    new_head: bool = False
-    backend: str = NATIVE
+    functions: Annotated[
+        tuple[str, ...],
+        Option(
+            "function of texts that scores responses, or ready:NAME; may be repeated, with =WEIGHT behind each",
+            metavar="FILE.py:FUNCTION",
+            group=NEEDED,
+            is_common=True,
+        ),
+        tyro.conf.arg(name=""),
+        tyro.conf.UseAppendAction,
+    ] = ()
+    on_error: Annotated[
+        Literal["fail", "zero", "drop"],
+        Option(
+            "a function that fails ends the run, counts as a value of 0, or drops the sample",
+            group=REWARD,
+            is_common=True,
+        ),
+    ] = "fail"
+    timeout_s: Annotated[
+        float, Option("longest one call of a function may take, in seconds", metavar="S", group=REWARD)
+    ] = 60.0
+    processes: Annotated[
+        int, Option("processes for functions in each worker (0: the host's cores, divided among workers)", group=REWARD)
+    ] = 0
+    concurrency: Annotated[int, Option("calls of async functions that a worker makes at a time", group=REWARD)] = 1024
+    batch_samples: Annotated[int, Option("most samples that a function of batches gets at a time", group=REWARD)] = 64
+    seconds_per_sample: Annotated[
+        float, Option("seconds that the functions work on a sample, for the planner", metavar="S", group=REWARD)
+    ] = 0.001
+    model: Annotated[
+        str,
+        Option(
+            "reward model in place of functions: a run directory or Hugging Face checkpoint",
+            metavar="DIR",
+            group=NEEDED,
+            is_common=True,
+        ),
+    ] = ""
+    new_head: Annotated[bool, Option("put a new head on the reward model's layers", group=NEEDED)] = False
+    backend: Annotated[str, BACKEND_OPTION] = NATIVE
     compute: ComputeConfig = field(default_factory=ComputeConfig)
 
     def __post_init__(self) -> None:

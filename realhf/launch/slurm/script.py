@@ -3,10 +3,11 @@
 import re
 import shlex
 from dataclasses import dataclass
+from typing import Annotated
 
 from realhf.base.durations import DAY_S, YEAR_S
 from realhf.base.errors import UserError
-from realhf.base.options import Options, option
+from realhf.base.options import Option, Options
 from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.launch.process import AGAIN_ENDED, WORKER_INDEX_VARIABLE, Job, ProcessSpec
 from realhf.launch.slurm.offer import seconds_of
@@ -27,44 +28,56 @@ class SlurmOptions(Options):
     master has ended well, or the reverse. SLURM's controller may be silent for `controller_timeout_s`.
     """
 
-    partition: str | None = option(None, "as sbatch --partition")
-    account: str | None = option(None, "as sbatch --account")
-    time_limit: str | None = option(None, "as sbatch --time")
-    nodelist: str | None = option(None, "as sbatch --nodelist (default: that of @auto)")
+    partition: Annotated[str | None, Option("as sbatch --partition", metavar="NAME")] = None
+    account: Annotated[str | None, Option("as sbatch --account", metavar="NAME")] = None
+    time_limit: Annotated[str | None, Option("as sbatch --time", metavar="TIME")] = None
+    nodelist: Annotated[str | None, Option("as sbatch --nodelist (default: that of @auto)", metavar="NODES")] = None
     exclude: str | None = None
-    cpu_only: bool = option(False, "the nodes have no GPUs; ask for none")
-    cpus_per_worker: int | None = option(
-        None, "CPUs of each worker (default: with GPUs their share of a node's CPUs, else 1)", bounds=(1, 4096)
+    cpu_only: Annotated[bool, Option("the nodes have no GPUs; ask for none")] = False
+    cpus_per_worker: Annotated[
+        int | None,
+        Option("CPUs of each worker (default: with GPUs their share of a node's CPUs, else 1)", range=(1, 4096)),
+    ] = None
+    mem: Annotated[str | None, Option("memory of a node, as sbatch --mem", metavar="SIZE")] = None
+    gpu_type: Annotated[str | None, Option("the kind of GPU to ask for, as the cluster names it", metavar="TYPE")] = (
+        None
     )
-    mem: str | None = option(None, "memory of a node, as sbatch --mem", metavar="SIZE")
-    gpu_type: str | None = option(None, "the kind of GPU to ask for, as the cluster names it", metavar="TYPE")
-    setup_lines: tuple[str, ...] = option(
-        (),
-        "a line of bash that the job runs first, such as 'module load cuda'; may be repeated",
-        flag="--setup-line",
-        metavar="LINE",
-    )
-    srun: tuple[str, ...] = option(
-        (),
-        "further words for srun, such as '--container-image=FILE' or 'apptainer exec --nv FILE'; may be repeated",
-        metavar="WORDS",
-    )
-    sbatch: tuple[str, ...] = option((), "a further sbatch option; may be repeated", metavar="OPTION")
-    until_done: bool = option(
-        False, "after its time limit, preemption or a lost node the job waits in the queue again, and the run goes on"
-    )
-    notice_s: float | None = option(
-        None,
-        "how long before the time limit the run saves and ends (default 120, at most a quarter of --time-limit)",
-        bounds=(1, DAY_S),
-        unit="seconds",
-    )
-    plan_in_job: bool = option(
-        False, "the job plans the run on its first node (default where nothing here tells the nodes' hardware)"
-    )
-    queue_timeout_s: float | None = option(
-        float(DAY_S), "longest to wait for the job to start (default a day)", bounds=(0, YEAR_S), unit="seconds"
-    )
+    setup_lines: Annotated[
+        tuple[str, ...],
+        Option(
+            "a line of bash that the job runs first, such as 'module load cuda'; may be repeated",
+            flag="--setup-line",
+            metavar="LINE",
+        ),
+    ] = ()
+    srun: Annotated[
+        tuple[str, ...],
+        Option(
+            "further words for srun, such as '--container-image=FILE' or 'apptainer exec --nv FILE'; may be repeated",
+            metavar="WORDS",
+        ),
+    ] = ()
+    sbatch: Annotated[tuple[str, ...], Option("a further sbatch option; may be repeated", metavar="OPTION")] = ()
+    until_done: Annotated[
+        bool,
+        Option("after its time limit, preemption or a lost node the job waits in the queue again, and the run goes on"),
+    ] = False
+    notice_s: Annotated[
+        float | None,
+        Option(
+            "how long before the time limit the run saves and ends (default 120, at most a quarter of --time-limit)",
+            range=(1, DAY_S),
+            unit="seconds",
+        ),
+    ] = None
+    plan_in_job: Annotated[
+        bool,
+        Option("the job plans the run on its first node (default where nothing here tells the nodes' hardware)"),
+    ] = False
+    queue_timeout_s: Annotated[
+        float | None,
+        Option("longest to wait for the job to start (default a day)", range=(0, YEAR_S), unit="seconds"),
+    ] = float(DAY_S)
     environment: tuple[tuple[str, str], ...] = ()
     end_timeout_s: float = 60.0
     controller_timeout_s: float = 600.0

@@ -6,11 +6,11 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from msgspec.structs import asdict
 
-from realhf.base.options import Options, option
+from realhf.base.options import Option, Options
 from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.planning import _search
@@ -35,8 +35,8 @@ class SearchRequest(Options):
     """
 
     budget: SearchBudget
-    seed: int = option(0, "of all random numbers (default: 0)", bounds=SEEDS)
-    threads: int | None = option(None, "default: one for every core", metavar="T", bounds=THREADS)
+    seed: Annotated[int, Option("seed of all random numbers", range=SEEDS)] = 0
+    threads: Annotated[int | None, Option("threads of the search (default: one for every core)", range=THREADS)] = None
     single_moves: bool = False
     proves: bool = True
     starts: Sequence[Sequence[int]] = ()

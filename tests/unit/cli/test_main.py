@@ -46,17 +46,25 @@ def test_the_command_line_does_not_import_torch(command: str) -> None:
 
 
 def test_help_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
-    assert ended.value.code == 0
+    assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"{name} " in text for name in cli.COMMANDS)
+    assert all(f"  {name} " in text for name in cli.COMMANDS)
+    assert [text.index(f"\n{group}:\n") for group in cli.GROUPS] == sorted(
+        text.index(f"\n{group}:\n") for group in cli.GROUPS
+    )
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == text
+
+
+def test_a_word_that_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rnu", "grpo"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: 'rnu' is no command of realhf; choose from run, status, ")
+    assert text.endswith("; did you mean run?\n")
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
-    assert ended.value.code == 0
+    assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"realhf {version('realhf')}\n"
 
 

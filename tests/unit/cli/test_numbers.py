@@ -70,8 +70,7 @@ def test_a_wrong_word_for_sbatch_leaves_no_directory(tmp_path: Path, capsys: pyt
 
 
 def _actions():  # type: ignore[no-untyped-def]
-    (commands,) = (action for action in cli.parser("run")._actions if action.dest == "command")
-    return commands.choices["run"]._actions
+    return cli.parser("run")._actions
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,63 @@
 """Fields of a dataclass as arguments of a command, and back."""
 
 import argparse
-import contextlib
-import importlib
-import pkgutil
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
 import pytest
+from realhf.planning.osdp import OsdpRequest
 
-import realhf
 from realhf.base.errors import UserError
-from realhf.base.options import Options, flags, option, options_in
-from realhf.cli.options import add_options, options_of
+from realhf.base.options import Option, Options, check_options, flags, options_in
+from realhf.cli.command import Command
+from realhf.cli.options import add_options, given_in, options_of
+from realhf.launch.slurm.script import SlurmOptions
+from realhf.lifecycle.request import RecoveryRequest, ReplanRequest
+from realhf.planning.request import PlanRequest
+from realhf.planning.what_if import WhatIf
+from realhf.profiling.measure import ProfileRequest
+from realhf.rundir.run import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked(Options):
-    count: int = option(3, "how many", bounds=(1, 5), unit="times")
-    limit_s: float | None = option(None, "how long")
-    kind: Literal["plain", "fancy"] = option("plain", "which", flag="--of-kind")
-    loud: bool = option(False, "say more")
-    quiet: bool | None = option(None, "say less")
-    files: tuple[Path, ...] = option((), "a file; may be repeated", flag="--file")
-    keys: tuple[str, ...] | None = option(None, "several")
+    count: Annotated[int, Option("how many", range=(1, 5), unit="times")] = 3
+    limit_s: Annotated[float | None, Option("how long")] = None
+    kind: Annotated[Literal["plain", "fancy"], Option("which", flag="--of-kind")] = "plain"
+    loud: Annotated[bool, Option("say more")] = False
+    quiet: Annotated[bool | None, Option("say less")] = None
+    files: Annotated[tuple[Path, ...], Option("a file; may be repeated", flag="--file")] = ()
+    keys: Annotated[tuple[str, ...] | None, Option("several", is_list=True)] = None
     inner: int = 7
 
 
+@dataclass(frozen=True, kw_only=True)
+class More(Asked):
+    count: int = 4
+    least: Annotated[float, Option("how much (0: none)", range=(0, None))] = 0.5
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """As `experiment.json` has options."""
+
+    name: str
+    many: Annotated[int, Option("how many; default of the cluster", range=(None, 9))] = 3
+    files: Annotated[tuple[str, ...], Option("several")] = ()
+
+
+def command_of(of: type) -> Command:
+    command = Command("made", takes_fields=True)
+    add_options(command, of)
+    return command
+
+
 def parsed(*words: str) -> Asked:
-    command = argparse.ArgumentParser(exit_on_error=False)
-    add_options(command, Asked)
+    command = command_of(Asked)
+    command.exit_on_error = False
     return options_of(Asked, command.parse_args(words))
 
 
@@ -58,6 +83,39 @@ def test_a_number_out_of_its_range_is_refused_by_name() -> None:
         parsed("--count", "6")
 
 
+def test_a_field_with_another_default_is_the_same_option() -> None:
+    assert options_in(More)["count"].option == options_in(Asked)["count"].option
+    assert (More().count, options_in(More)["count"].default) == (4, 4)
+    with pytest.raises(UserError, match="--count 6 is not from 1 to 5 times"):
+        More(count=6)
+
+
+@pytest.mark.parametrize(("value", "rule"), [(-1.0, "at least 0"), (math.nan, "at least 0"), (math.inf, "at least 0")])
+def test_a_range_may_have_one_bound(value: float, rule: str) -> None:
+    with pytest.raises(UserError, match=f"--least {value} is not {rule}; give a number in that range"):
+        More(least=value)
+    assert More(least=10.0**300)
+
+
+def test_the_fields_of_a_file_are_options_too() -> None:
+    command = command_of(Kept)
+    assert given_in(Kept, command.parse_args([])) == {}, "nothing takes the place of what the file has"
+    assert given_in(Kept, command.parse_args(["--many", "4", "--files", "a"])) == {"many": 4, "files": ("a",)}
+    with pytest.raises(UserError, match="--many 10 is not at most 9"):
+        check_options(Kept, {"many": 10})
+    check_options(Kept, {"many": None})
+
+
+def test_the_help_has_the_defaults() -> None:
+    text = " ".join(command_of(More).help_text(shows_all=True).split())
+    assert "--count N how many (default 4) " in text
+    assert "--least X how much (0: none; default 0.5)" in text
+    assert "--of-kind {plain,fancy} which (default plain) " in text
+    assert "--limit-s X how long --of-kind" in text
+    assert "--loud say more --quiet say less --file FILE a file; may be repeated --keys" in text
+    assert "how many; default of the cluster --files" in " ".join(command_of(Kept).help_text(shows_all=True).split())
+
+
 def test_flags_say_which_take_a_value() -> None:
     assert flags(Asked) == {
         "--count": True, "--limit-s": True, "--of-kind": True, "--loud": False, "--quiet": False, "--file": True,
@@ -65,29 +123,9 @@ def test_flags_say_which_take_a_value() -> None:
     }  # fmt: skip
 
 
-def option_classes() -> Iterator[type]:
-    """Every dataclass of the package that has options."""
-    seen = set()
-    for module in pkgutil.walk_packages(realhf.__path__, "realhf."):
-        if module.name.endswith(("__main__", "._aligned")):
-            continue
-        with contextlib.suppress(ImportError):  # of packages that are for GPUs
-            for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, type) and is_dataclass(value) and value not in seen and options_in(value):
-                    seen.add(value)
-                    yield value
-
-
-def test_defaults_are_what_the_help_says() -> None:
-    """A switch is off until it is given."""
-    said = 0
-    for of in option_classes():
-        defaults = {one.name: one.default for one in fields(of)}
+def test_a_default_in_words_is_the_default() -> None:
+    """Where the help of an option names its default itself."""
+    for of in (RunSpec, RecoveryRequest, ReplanRequest, PlanRequest, WhatIf, OsdpRequest, ProfileRequest, SlurmOptions):
         for name, one in options_in(of).items():
-            default, words = defaults[name], re.search(r"\(default:? ([\w.+-]+)\)", one.help)
-            assert default is not True, f"{of.__name__}.{name}"
-            if words and default not in (None, MISSING):
-                said += 1
-                number = isinstance(default, int | float)
-                assert (float(words[1]) if number else words[1]) == default, f"{of.__name__}.{name}: {one.help}"
-    assert said > 10
+            words = re.search(r"\(default:? ([\w.+-]+)\)", one.option.help)
+            assert not words or one.default is None or words[1] == str(one.default), f"{of.__name__}.{name}"

@@ -17,7 +17,7 @@ from realhf.planning.problem.file import load_problem
 ROOT = Path(__file__).parents[3]
 PPO = str(ROOT / "experiments/ppo.py")
 PROBLEM = str(ROOT / "tests/data/planning_problems/n1_steps3.json")
-OSDP = ["plan", "--osdp", "llama7b", "--devices", "8", "--memory-gb", "40"]
+OSDP = ["osdp", "llama7b", "--devices", "8", "--memory-gb", "40"]
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "plan": (
         ["plan", PPO, "--actor", "llama3-7b"],

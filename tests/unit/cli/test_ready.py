@@ -1,11 +1,11 @@
 """The ready experiments by name: what `--list` says of them, and what a wrong name is told."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from realhf.cli import main
+from realhf.cli.command import Command
 from realhf.cli.options import add_experiment
 from realhf.data.sort_task import make_tokenizer
 from realhf.experiments import ready_experiments, ready_file
@@ -34,7 +34,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_name_is_a_ready_experiment_and_a_path_is_a_file(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
+    parser = Command("run")
     add_experiment(parser)
     assert Path(parser.parse_args(["reinforce++"]).experiment).name == "reinforce_plus_plus.py"
     own = tmp_path / "grpo.py"

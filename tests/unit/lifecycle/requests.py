@@ -10,6 +10,6 @@ from realhf.lifecycle.request import RunRequest
 def request_of(*words: str | Path) -> RunRequest:
     """What `realhf run WORDS` asks for."""
     command = ["run", *map(str, words)]
-    arguments, arguments.overrides = parser("run").parse_known_args(command)
+    arguments, arguments.overrides = parser("run").parse_known_args(command[1:])
     arguments.words = command
     return run_request(arguments)

@@ -9,7 +9,7 @@ from realhf.base.errors import UserError
 from realhf.launch.slurm.launcher import SlurmLauncher
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.lifecycle.new import new_run
-from realhf.lifecycle.request import CheckpointOptions, RecoveryRequest, ReplanRequest, RunOptions, RunRequest
+from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
 from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
 from realhf.rundir.run import Deadlines
 from tests.unit.lifecycle.requests import request_of
@@ -29,10 +29,14 @@ def test_a_request_is_written_in_words_or_in_python() -> None:
         plan=PlanRequest(devices=DevicesRequest(nodes=2, gpus_per_node=4), budget=SearchBudget(seconds=2.0)),
         launcher=SlurmLauncher,
         launcher_options=SlurmOptions(cpu_only=True),
-        options=RunOptions(record=("rewards", "values"), wandb_project="mine"),
-        checkpoints=CheckpointOptions(checkpoint_every_steps=4),
+        spec={
+            "record": ("rewards", "values"),
+            "wandb_project": "mine",
+            "checkpoint_every_steps": 4,
+            "drift_threshold": 2.0,
+        },
         recovery=RecoveryRequest(recover="auto", fallback_plans=(Path("a.json"), Path("b.json"))),
-        replan=ReplanRequest(mode="suggest", drift_threshold=2.0),
+        replan=ReplanRequest(mode="suggest"),
     )
 
 
@@ -41,8 +45,7 @@ def test_python_code_gets_a_run_for_a_request() -> None:
         experiment=EXPERIMENT,
         fields=("--steps", "3"),
         plan=PlanRequest(devices=DevicesRequest(num_workers=1), plan=PLAN),
-        checkpoints=CheckpointOptions(checkpoint_every_steps=2, keep_checkpoints=1),
-        replan=ReplanRequest(drift_threshold=2.0),
+        spec={"checkpoint_every_steps": 2, "keep_checkpoints": 1, "drift_threshold": 2.0},
     )
     spec = new_run(request).spec
     assert (spec.num_workers, spec.values["steps"], spec.network_interface) == (1, 3, "lo")
@@ -54,7 +57,7 @@ def test_a_number_out_of_its_range_is_no_request() -> None:
     with pytest.raises(UserError, match=r"--max-restarts 0 is not from 1 to 1,000,000; give a number in that range"):
         RecoveryRequest(recover="auto", max_restarts=0)
     with pytest.raises(UserError, match="--keep-checkpoints 0 is not from 1 to "):
-        CheckpointOptions(keep_checkpoints=0)
+        RunRequest(experiment=EXPERIMENT, spec={"keep_checkpoints": 0})
     with pytest.raises(UserError, match=r"--switch-cost-s nan is not from 0 to .* seconds"):
         ReplanRequest(switch_cost_s=float("nan"))
     with pytest.raises(UserError, match="are for --recover auto; give it, or leave them out"):

@@ -429,7 +429,7 @@ def test_a_request_asks_for_what_it_was_given() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "osdp.json"
     words = ["llama7b", "--devices", "8", "--memory-gb", "48", "--sequence-length", "1024"]
-    assert cli.main(["plan", "--osdp", *words, "--json", str(out)]) == 0
+    assert cli.main(["osdp", *words, "--json", str(out)]) == 0
     table = capsys.readouterr().out
     assert all(text in table for text in ("proven", "all ZeRO-1", "all sharded", "embedding", "down"))
     result = json.loads(out.read_text())
@@ -438,9 +438,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert result["uniform"]["replicated"] is None
     assert len(result["slices"]) == 3 + 7 * 32  # embedding, norms, head, and those of layers
     assert result["samples_per_s"] == pytest.approx(8 * result["batch"] / result["step_s"])
-    name, *rest = words
-    assert cli.main(["plan", *rest, f"--osdp={name}"]) == 0
-    assert "all sharded" in capsys.readouterr().out
 
 
 def test_the_command_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,10 +445,10 @@ def test_the_command_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.
     fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     fields["model_type"] = "llama"
     path.write_text(json.dumps({**fields, "vocab_size": 256, "num_key_value_heads": 2}))
-    assert cli.main(["plan", "--osdp", str(path), "--devices", "2", "--memory-gb", "1"]) == 0
+    assert cli.main(["osdp", str(path), "--devices", "2", "--memory-gb", "1"]) == 0
     assert f"{parameter_count(SMALL):,} parameters" in capsys.readouterr().out
     path.write_text(json.dumps(fields))
-    assert cli.main(["plan", "--osdp", str(path), "--devices", "2", "--memory-gb", "1"]) == 2
+    assert cli.main(["osdp", str(path), "--devices", "2", "--memory-gb", "1"]) == 2
     assert "vocab_size" in capsys.readouterr().err
 
 
@@ -476,5 +473,5 @@ def test_the_command_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_bad_input_ends_with_2(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--osdp", *words]) == 2
+    assert cli.main(["osdp", *words]) == 2
     assert text in capsys.readouterr().err

@@ -1,12 +1,13 @@
-"""What `realhf plan --osdp` asks, and the answer: the best modes for the operators of a model."""
+"""What `realhf osdp` asks, and the answer: the best modes for the operators of a model."""
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
+from typing import Annotated
 
 from realhf.architecture.compute import MODES, Mode
 from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
 from realhf.base.numbers import DEVICES, Bounds
-from realhf.base.options import Options, option
+from realhf.base.options import Option, Options
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB, MEMORY_GB
 from realhf.planning.model.osdp.decoder import decoder_problem
@@ -25,19 +26,22 @@ class OsdpRequest(Options):
 
     model: str
     # With one device there is nothing to shard.
-    devices: int = option(MISSING, "devices of the data-parallel group", bounds=(2, DEVICES[1]))
-    memory_gb: float = option(MISSING, "memory of a device in GiB (2^30 bytes)", bounds=MEMORY_GB)
-    batch: int | None = option(None, "samples a device and step (default: the fastest per sample)", bounds=BATCH)
-    max_batch: int = option(512, "largest batch to consider (default 512)", bounds=BATCH)
-    sequence_length: int = option(2048, "tokens of a sample (default 2048)", bounds=(1, 2**20))
-    slices: int = option(4, "cut operators into up to so many slices (default 4)", bounds=(1, 64))
+    devices: Annotated[int, Option("devices of the data-parallel group", range=(2, DEVICES[1]))]
+    memory_gb: Annotated[float, Option("memory of a device in GiB (2^30 bytes)", range=MEMORY_GB)]
+    batch: Annotated[
+        int | None,
+        Option("samples a device and step (default: the fastest per sample)", range=BATCH),
+    ] = None
+    max_batch: Annotated[int, Option("largest batch to consider", range=BATCH)] = 512
+    sequence_length: Annotated[int, Option("tokens of a sample", range=(1, 2**20))] = 2048
+    slices: Annotated[int, Option("most slices to cut an operator into", range=(1, 64))] = 4
     modes: tuple[Mode, ...] = MODES
-    recompute: bool = option(False, "recompute activations: saves memory, gathers again")
-    prefetch: bool = option(False, "hold two gathered slices instead of one")
-    dtype: DType = option("bfloat16", "default bfloat16")
-    hardware: str = option("h100", "a hardware description (default h100)")
-    launch_us: float = option(10.0, "cost of starting a collective in microseconds (default 10)", bounds=(0, 1e6))
-    seconds: float = option(1.0, "time limit of the search (default 1)", bounds=(0, 10**5))
+    recompute: Annotated[bool, Option("recompute activations: saves memory, gathers again")] = False
+    prefetch: Annotated[bool, Option("hold two gathered slices instead of one")] = False
+    dtype: Annotated[DType, Option("dtype of parameters and activations")] = "bfloat16"
+    hardware: Annotated[str, Option("a hardware description", metavar="NAME")] = "h100"
+    launch_us: Annotated[float, Option("cost of starting a collective in microseconds", range=(0, 1e6))] = 10.0
+    seconds: Annotated[float, Option("time limit of the search", range=(0, 10**5))] = 1.0
 
     def problem(self) -> OsdpProblem:
         """The problem with whole operators.
