@@ -7,7 +7,6 @@ JSON values alone.
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -31,18 +30,6 @@ class TemplateError(Exception):
     """A template does not compile, or raises for a chat; the text is the template's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TemplateInputs:
-    """What a template gets beside the messages.
-
-    add_generation_prompt: ends with the header of an assistant's turn.
-    tools: JSON schemas of functions.
-    """
-
-    add_generation_prompt: bool = False
-    tools: Sequence[Mapping[str, Any]] | None = None
-
-
 class ChatTemplate:
     """A chat template of a tokenizer.
 
@@ -62,13 +49,13 @@ class ChatTemplate:
         self._plain = self._compile(_Generation)
         self._marked = self._compile(_MarkedGeneration)
 
-    def render(self, messages: Sequence[Message], inputs: TemplateInputs = TemplateInputs()) -> str:
-        """The text of a chat.
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """The text of a chat; `add_generation_prompt` ends it with the header of an assistant's turn.
 
         Raises:
             TemplateError: the template raises.
         """
-        return self._render(self._plain, messages, inputs)
+        return self._render(self._plain, messages, add_generation_prompt)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and what the template marks as the assistant's: places (begin, end) in the text.
@@ -78,7 +65,7 @@ class ChatTemplate:
         """
         if _BEGIN in (text := json.dumps(_plain(messages), ensure_ascii=False)) or _END in text:
             raise TemplateError("the chat has private characters (U+E000, U+E0FE, U+E0FF) in a row")
-        marked = self._render(self._marked, messages, TemplateInputs())
+        marked = self._render(self._marked, messages, add_generation_prompt=False)
         spans, pieces, length = [], [], 0
         for i, part in enumerate(marked.split(_BEGIN)):
             inside, has_end, outside = part.partition(_END) if i else ("", "", part)
@@ -88,14 +75,14 @@ class ChatTemplate:
             length += len(inside) + len(outside)
         return "".join(pieces), spans
 
-    def _render(self, template: jinja2.Template, messages: Sequence[Message], inputs: TemplateInputs) -> str:
+    def _render(self, template: jinja2.Template, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         chat = [_with_reasoning({k: v for k, v in _plain(message).items() if v is not None}) for message in messages]
         try:
             return template.render(
                 messages=chat,
-                tools=_plain(inputs.tools),
+                tools=None,
                 documents=None,
-                add_generation_prompt=inputs.add_generation_prompt,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except Exception as error:  # a template can raise whatever an expression raises

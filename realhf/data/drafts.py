@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.data.chat_template import ChatTemplate, TemplateError, TemplateInputs
+from realhf.data.chat_template import ChatTemplate, TemplateError
 from realhf.data.tokenizer import TextTokenizer
 
 Chat = list[dict[str, Any]]
@@ -53,7 +53,7 @@ class ChatWriter:
     @property
     def _template(self) -> ChatTemplate:
         self.has_written = True
-        return self._tokenizer.template()
+        return self._tokenizer.template
 
     def chat(self, field: str, value: Any) -> Chat:
         """The turns of a field, checked, with the system's in front. Raises ValueError naming what is wrong."""
@@ -143,7 +143,7 @@ class ChatWriter:
 
     def _text(self, chat: Chat, *, with_header: bool = False) -> str:
         try:
-            return self._template.render(chat, TemplateInputs(add_generation_prompt=with_header))
+            return self._template.render(chat, add_generation_prompt=with_header)
         except TemplateError as error:
             raise _refused(error) from None
 

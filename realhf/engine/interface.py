@@ -180,13 +180,3 @@ class CallResult:
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     stats: Stats = field(default_factory=dict)
-
-
-class Interface(Protocol):
-    """An implementation has those of the three methods that its calls use."""
-
-    def generate(self, model: Model, batch: Batch, context: Context) -> CallResult: ...
-
-    def inference(self, model: Model, batch: Batch, context: Context) -> CallResult: ...
-
-    def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult: ...

@@ -52,18 +52,6 @@ def to_megatron(weights: Mapping[str, Tensor], config: DecoderConfig) -> dict[st
     return fused
 
 
-def from_megatron(weights: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """The inverse of `to_megatron`: views of, or copies from, Megatron's parameters by our names."""
-    own = {ours: weights[theirs] for ours, theirs in _SAME.items() if theirs in weights}
-    rows = [config.num_heads // config.num_kv_heads * config.head_dim, config.head_dim, config.head_dim]
-    for kind in ("weight", "bias"):
-        if (name := f"self_attention.linear_qkv.{kind}") in weights:
-            parts = weights[name].unflatten(0, (config.num_kv_heads, -1)).split(rows, dim=1)
-            own |= {f"self_attn.{n}_proj.{kind}": x.flatten(0, 1) for n, x in zip("qkv", parts, strict=True)}
-    own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"] = weights[_FC1].chunk(2)
-    return own
-
-
 class MegatronModel(ShardedModel):
     """The native model, whose layers megatron-core computes in passes with gradients."""
 

@@ -20,7 +20,6 @@ from realhf.models.checkpoint_index import (
     check_architecture,
     digest_file,
     file_keys,
-    finish,
     present,
     read_index,
     staging_directory,
@@ -46,17 +45,7 @@ def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: It
         ValueError: an owned box lies in no held box.
     """
     tensors = by_name(held)
-    write_pieces(directory, rank, [(box, part(tensors, box).detach()) for box in owned])
-
-
-def write_pieces(
-    directory: Path | str, rank: int, pieces: Sequence[tuple[Box, Tensor]], *, hashed: bool = False
-) -> None:
-    """As `write_boxes`, with the boxes and their tensors; several boxes may be of one parameter.
-
-    `hashed` makes a digest of the file for `CheckpointReader.check_content`.
-    """
-    write_snapshot(directory, rank, snapshot(pieces, copied=False), hashed=hashed)
+    write_snapshot(directory, rank, snapshot([(box, part(tensors, box)) for box in owned], copied=False))
 
 
 def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> dict[str, Tensor]:
@@ -70,7 +59,10 @@ def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> di
 
 
 def write_snapshot(directory: Path | str, rank: int, content: Mapping[str, Tensor], *, hashed: bool = False) -> None:
-    """Writes a `snapshot`; see `write_pieces`. An empty snapshot makes no file."""
+    """Writes a `snapshot` as the file of `rank`, on the disk when it returns. An empty snapshot makes no file.
+
+    `hashed` makes a digest of the file for `CheckpointReader.check_content`.
+    """
     if not content:
         return
     staging = staging_directory(Path(directory))
@@ -82,20 +74,6 @@ def write_snapshot(directory: Path | str, rank: int, content: Mapping[str, Tenso
     if hashed:
         write_atomically(staging / digest_file(rank), digest.encode())
     partial.replace(path)
-
-
-def save_model(
-    directory: Path | str,
-    model: DecoderConfig,
-    state: Mapping[str, Tensor],
-    metadata: Mapping[str, Any] | None = None,
-) -> None:
-    """Saves a whole model that one process holds: global name -> whole tensor (and `<name>@<kind>` states)."""
-    whole = [(Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in state.items()]
-    owned = [box for box, _ in whole]
-    write_boxes(directory, 0, owned, whole)
-    dtype = next(tensor.dtype for name, tensor in state.items() if "@" not in name)
-    finish(directory, model, DTYPE_NAME[dtype], {0: owned}, metadata)
 
 
 def fill(target: Tensor, found: Tensor, name: str, offset: Sequence[int]) -> None:

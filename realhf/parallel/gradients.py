@@ -31,11 +31,6 @@ def before_use(parameter: Tensor) -> None:
         use()
 
 
-def has_sink(parameter: Tensor) -> bool:
-    """Whether gradients of `parameter` go to `gradient_sink`, not to autograd."""
-    return bool(getattr(parameter, _SINK, False))
-
-
 def gradient_sink(parameter: Tensor) -> Tensor | None:
     """Where the gradient of `parameter` may be added now; None: it goes to autograd."""
     sink = getattr(parameter, _SINK, False)

@@ -64,11 +64,6 @@ class Driver(threading.Thread):
         self._error: Exception | None = None
         self._functions: list[Function] = []
 
-    @property
-    def pid(self) -> int | None:
-        """Of the process, while there is one."""
-        return None if self._process is None else self._process.pid
-
     def functions(self) -> list[Function]:
         """Those that the process has loaded. Raises RewardError if it could not."""
         self._has_started.wait()  # the start has a deadline
@@ -215,10 +210,6 @@ class _Process:
         self._start_deadline = time.monotonic() + START_TIMEOUT_S
         threading.Thread(target=_copy_output, args=(self._child.stderr, log, name), daemon=True).start()
         self.send(begin)
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     def functions(self) -> list[Function]:
         """What it has loaded, the first time; later []. Raises RewardError if it cannot."""

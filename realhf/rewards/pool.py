@@ -128,11 +128,6 @@ class RewardPool:
         """Whether a function asks for the tokens of responses."""
         return any(function.wants_tokens for function in self.functions)
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes that are there now."""
-        return [driver.pid for driver in self._drivers if driver.pid is not None]
-
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """The scores of the samples, in their order; blocks until all are there. Threads may call it side by side.
 

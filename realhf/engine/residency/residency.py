@@ -6,9 +6,8 @@ from enum import Enum
 
 from torch import Tensor
 
-from realhf.engine.residency.offload import HostCopy, allocate, free
+from realhf.engine.residency.offload import HostCopy, allocate, free, storage_id
 from realhf.engine.residency.versions import ParameterVersions
-from realhf.engine.tensor_bytes import storage_id
 from realhf.geometry.boxes import Box
 from realhf.realloc.execute.held import by_name, holds, part
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from realhf.engine.arena import Arena
-from realhf.engine.tensor_bytes import storage_id
+from realhf.engine.residency.offload import storage_id
 from realhf.engine.train.agreement import Agreement, Operation, Point
 from realhf.geometry.shards import FlatLayout
 from realhf.parallel.collectives import all_gather_integers, reduce_scatter, start_all_gather

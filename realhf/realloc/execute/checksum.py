@@ -11,18 +11,13 @@ SumsByPeer = dict[int, list[Tensor]]
 _CHUNK = 1 << 18  # elements
 
 
-def checksum(tensor: Tensor) -> int:
-    """A position-dependent sum of the bits of `tensor`, 0 <= sum < 2^64.
+def bit_sum(tensor: Tensor) -> Tensor:
+    """A sum of the bits of `tensor` that depends on their positions, modulo 2^64: an int64 scalar on its device.
 
     It changes with any one or two bits, any one element of up to 32 bits, and any one half of a longer one, in tensors
-    of up to 2^31 such words; other changes leave it as it was once in 2^32 times or less. Equal contents
-    give equal sums on every device and for every stride. Costs one pass and 10 MB.
+    of up to 2^31 such words. Other changes leave the sum as it was once in 2^32 times or less. Equal contents give
+    equal sums on every device and for every stride. It costs one pass and 10 MB, and the host does not wait for it.
     """
-    return int(bit_sum(tensor).item()) % 2**64
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The checksum as a scalar of int64, modulo 2^64, on the tensor's device; the host does not wait for it."""
     # A word has 32 bits at most: of a 64th bit every odd factor leaves only the parity, and two changed signs would
     # cancel out.
     word = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import Placement, held_boxes
-from realhf.realloc.plan.broadcast_chain import BroadcastChains, node_of
+from realhf.realloc.plan.broadcast_chain import BroadcastChains
 from realhf.realloc.plan.cells import Devices, cells_of
 from realhf.realloc.plan.parcels import parcels_of
 from realhf.realloc.plan.rounds import Rounds, Transfer
@@ -48,17 +48,11 @@ class ReallocationPlan:
     lacking_bytes: Mapping[int, int]
     element_bytes: int
     bucket_bytes: int
-    devices_per_node: int | None
 
     @property
     def transfers(self) -> Iterator[Transfer]:
         """All transfers, in the total order."""
         return (transfer for each_round in self.rounds for transfer in each_round)
-
-    @property
-    def lower_bound_bytes(self) -> int:
-        """Bytes that some device lacks, summed over the devices."""
-        return sum(self.lacking_bytes.values())
 
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
@@ -75,15 +69,6 @@ class ReallocationPlan:
         for transfer in self.transfers:
             received[transfer.target] = received.get(transfer.target, 0) + transfer.load.elements * self.element_bytes
         return received
-
-    @cached_property
-    def network_bytes(self) -> int:
-        """Bytes that cross from one node to another; the other sent bytes stay within a node."""
-        return sum(
-            transfer.load.elements * self.element_bytes
-            for transfer in self.transfers
-            if node_of(transfer.target, self.devices_per_node) != node_of(transfer.source, self.devices_per_node)
-        )
 
     @cached_property
     def found_by_device(self) -> dict[int, object]:
@@ -186,5 +171,4 @@ def plan_reallocation(
         lacking_bytes={device: elements * element_bytes for device, elements in lacking_elements.items()},
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
-        devices_per_node=devices_per_node,
     )

@@ -22,8 +22,8 @@ from realhf.data.files.digest import content_digest, known_digest, weights_diges
 from realhf.data.inputs import InputFile, check_inputs, inputs_of, keep_inputs
 from realhf.data.merged import MergedDataset
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import save_model
 from realhf.rundir.paths import RunDirectory
+from tests.unit.checkpoints import save_model
 from tests.unit.launch.saved_runs import MODEL
 
 

@@ -302,15 +302,3 @@ def test_the_listed_tests_a_column() -> None:
     assert listed_tests('"a"') == ['"a"']
     assert listed_tests(["a", None, 3, "\n", "b"]) == ["a", "b"]
     assert listed_tests("  ") == []
-
-
-def test_the_list_of_ready_functions() -> None:
-    lines = ready.describe().splitlines()
-    assert len(lines) == len(ready.READY)
-    assert lines[0] == (
-        "ready:exact_match(column='answer', strip=True, collapse_spaces=False, ignore_case=False)  "
-        "1 if the response is the text of `column`, else 0."
-    )
-    assert lines[-1] == (
-        "ready:overlong(max_tokens, cache_tokens)  DAPO's punishment of long responses, see `soft_overlong_punishment`."
-    )
