@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from realhf.api.data_options import DataOptions
@@ -98,7 +99,7 @@ class TextDataset(DataOptions, ABC):
         """
         if not self.limits.may_drop:
             return None
-        kept = kept_on_disk(self)
+        kept = kept_on_disk(type(self).__name__, msgspec.to_builtins(self))
         return self._scan().kept if kept is None else kept
 
     def describe(self) -> str:
@@ -278,7 +279,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
     )
     rows = np.frombuffer(kept, np.int64)
     if dataset.limits.may_drop:
-        keep_on_disk(dataset, rows)
+        keep_on_disk(type(dataset).__name__, msgspec.to_builtins(dataset), rows)
     return _Scan(extent, rows, _description(opened, extent))
 
 

@@ -1,7 +1,7 @@
 """Checkpoints as boxes: each rank writes the boxes that it owns, and any layout reads the boxes that it needs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ DTYPE_NAME: dict[torch.dtype, DType] = {
     torch.float64: "float64",
     torch.bfloat16: "bfloat16",
 }
+
+ReadBox = Callable[[Tensor, Box], None]  # as `CheckpointReader.read_into`
 
 
 def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: Iterable[tuple[Box, Tensor]]) -> None:

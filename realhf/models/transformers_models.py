@@ -25,9 +25,8 @@ from realhf.architecture.transformers_config import Description, TransformersCon
 from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import fill
+from realhf.models.checkpoint import ReadBox, fill
 from realhf.models.checkpoint_index import replace_directory, staging_directory
-from realhf.models.hugging_face_weights import ReadBox
 
 SCORE = "score.weight"  # of a scalar head, [1, hidden]
 

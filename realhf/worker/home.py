@@ -5,7 +5,7 @@ from pathlib import Path
 from realhf.engine.backend import EngineModel
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind
-from realhf.models.hugging_face_weights import BoxReader, open_checkpoint
+from realhf.models.opening import BoxReader, open_checkpoint
 from realhf.rundir.checkpoints import step_folder
 from realhf.rundir.run import Run
 

@@ -25,7 +25,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.hugging_face_files import HuggingFaceDirectory, check_checkpoint
-from realhf.models.hugging_face_weights import BoxReader, open_checkpoint
+from realhf.models.opening import BoxReader, open_checkpoint
 from realhf.planning.clusters import parse_cluster
 from realhf.planning.model.descriptions import DESCRIPTIONS, read_hardware
 from realhf.planning.model.experience import RunTimes, SeenCall, load_run_times
