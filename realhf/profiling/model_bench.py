@@ -246,9 +246,9 @@ class ModelBench:
         logits = torch.randn(sequences, self.model.vocab_size, dtype=self.dtype, device=self.device)
 
         def step() -> None:
-            running.plan()
+            running.admit()
             rotary_tables(running.inputs().positions, self.model, self.dtype)
-            running.accept(running.choose(logits))
+            running.release(running.accept(running.draw(logits)))
 
         step()  # the prompts
         return self.watch.seconds(step)

@@ -1,5 +1,6 @@
 """Rollouts of a batch: continuous batching over a paged KV cache, on the tensor- and pipeline-parallel ranks."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -14,7 +15,7 @@ from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import CacheSizes, DecodeWorkspace, capture_of
 from realhf.engine.generate.decode_layers import decode_layers
 from realhf.engine.generate.paged_attention import paged_kernels
-from realhf.engine.generate.ring import Ring
+from realhf.engine.generate.ring import BatchMessages
 from realhf.engine.generate.running_batch import RunningBatch
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.models.decoder import Decoder, SelfAttention
@@ -61,12 +62,12 @@ def generate(
     """
     check_request(decoder, batch, request)
     groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
-    weight = next(decoder.parameters())  # for its dtype and device
     runs = _even_runs(len(batch), pp)
     workspace = workspace or DecodeWorkspace(capture_of(decoder, request.decode_graphs))
     with torch.inference_mode(), packed_weights(decoder):
         batches = [_running_batch(decoder, batch, request, workspace, runs, place) for place in range(len(runs))]
-        Ring(groups, batches, weight.new_empty(0, decoder.config.hidden_size), workspace.timeout_s).run()
+        hidden_like = next(decoder.parameters()).new_empty(0, decoder.config.hidden_size)
+        run_in_turns(batches, [BatchMessages(groups, hidden_like, workspace.timeout_s) for _ in batches])
     report = GenerationReport(
         steps=sum(each.steps for each in batches),
         preemptions=sum(each.scheduler.preemptions for each in batches),
@@ -78,6 +79,39 @@ def generate(
     prompts = batch.data[request.prompt_key]
     outputs = [each.output(prompts[run.start : run.stop]) for each, run in zip(batches, runs, strict=True)]
     return concatenated(outputs), report
+
+
+def run_in_turns(batches: Sequence[RunningBatch], messages: Sequence[BatchMessages]) -> None:
+    """Takes the batches to their ends, all of them in flight at once: one a stage keeps all stages busy.
+
+    Every stage takes the batches in one order.
+    """
+    turns = deque(_steps(batch, each) for batch, each in zip(batches, messages, strict=True))
+    while turns:
+        steps = turns.popleft()
+        if next(steps, "ended") is None:
+            turns.append(steps)
+    for each in messages:
+        each.await_sent()
+
+
+def _steps(batch: RunningBatch, messages: BatchMessages) -> Iterator[None]:
+    """The loop of generation: takes a batch to its end, and yields where it is the other batches' turn."""
+    while not batch.is_done:
+        step = batch.admit()
+        messages.expect_hidden(batch.steps, step.rows)
+        if not batch.steps or messages.is_last_stage:
+            yield  # until all are admitted, or have reached the last stage
+        out = batch.forward(messages.hidden())
+        if messages.is_last_stage:
+            tokens = batch.draw(out)
+            messages.send_tokens(tokens)
+        else:
+            messages.send_hidden(out)
+            yield  # until the batch has gone through the later stages
+            tokens = messages.receive_tokens(len(step.drawing))
+        is_end = batch.accept(tokens)
+        batch.release(is_end)
 
 
 def concatenated(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
