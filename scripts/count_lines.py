@@ -56,12 +56,16 @@ def python_lines(text: str) -> set[int]:
     return lines
 
 
+def is_comment(kind: _TokenType) -> bool:
+    """Whether a token of C++ is a comment; directives of the preprocessor are none, whatever their name."""
+    return kind in Comment and kind not in (Comment.Preproc, Comment.PreprocFile)
+
+
 def cpp_lines(text: str) -> set[int]:
     """The numbers of the lines of code in C++; directives of the preprocessor are code."""
     lines: set[int] = set()
     for line, kind, value in cpp_tokens(text):
-        is_comment = kind in Comment and kind not in (Comment.Preproc, Comment.PreprocFile)
-        if not is_comment and kind not in Token.Text and value.strip():
+        if not is_comment(kind) and kind not in Token.Text and value.strip():
             lines.update(range(line, line + value.rstrip("\n").count("\n") + 1))
     return lines
 
