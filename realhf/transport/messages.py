@@ -175,7 +175,7 @@ class SaveCheckpoint(Message, frozen=True, kw_only=True):
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):
-    """Has the worker write the Python stacks of its threads into the run directory at once, even while it computes."""
+    """The worker writes the Python stacks of its threads into the run directory at once, even while it computes."""
 
 
 class Alive(Message, frozen=True, kw_only=True):
@@ -213,7 +213,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model answered to a prompt, for people: sample `sample` of the batch as texts, with its reward."""
+    """A model's response to a prompt, for people: sample `sample` of the batch as texts, with its reward."""
 
     sample: Count
     prompt: str
@@ -241,7 +241,8 @@ class Reply(Message, frozen=True, kw_only=True):
     weights_version: Count = 0
     # Peak memory of models and data on this worker since its last call (`realhf.worker.memory_use`); 0: not known.
     peak_bytes: Count = 0
-    # What this worker sent in collectives of data parallelism, by their names (`realhf.parallel.collectives.Traffic`).
+    # Messages that this worker sent in collectives of data parallelism, by name
+    # (`realhf.parallel.collectives.Traffic`).
     sent_bytes: dict[str, Count] = {}
 
 

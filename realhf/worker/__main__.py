@@ -241,7 +241,7 @@ def end_process(
     error: BaseException,
     request_id: int | None,
 ) -> None:
-    """Tells the master why, and ends the process. Of two threads that fail, one does it."""
+    """Tells the master why, and ends the process. If two threads fail, only one of them does so."""
     ending.acquire()
     try:
         logger.error("failed: %s", activity.text, exc_info=error)

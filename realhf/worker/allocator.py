@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 
-# Of glibc's malloc.h.
+# Parameters of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _NEVER = 2**31 - 1
 _TOP_PAD_BYTES = 64 * 2**20

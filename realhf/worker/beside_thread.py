@@ -19,7 +19,7 @@ CLOSE_S = 5.0  # how long the end of a worker waits for a rule that is still at 
 class BesideCall:
     """A call whose inputs are there.
 
-    what: the call and its step, for people.
+    what: name of the call and its step, for messages.
     run: computes it, keeps its outputs, and gives back what to reply.
     """
 
@@ -46,7 +46,7 @@ class BesideThread:
         self._thread.start()
 
     def start(self, call: BesideCall) -> None:
-        """Has the thread run the call; returns at once."""
+        """Starts the call on the thread; returns at once."""
         self._calls.put(call)
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def run_interface(
     mini_batches: Sequence[Batch],
     context: CallContext,
 ) -> CallResult:
-    """What the interface gives back for a call, checked, as are the numbers that it leaves in `context.state`. A call
+    """The interface's checked result of a call; the numbers that it leaves in `context.state` are checked too. A call
     beside the devices has no model (None).
 
     Raises:
@@ -90,9 +90,9 @@ def complete_schedule(call: ModelFunctionCallDef, model: EngineModel, steps: int
 
 
 def explain(error: BaseException) -> str:
-    """What to tell the user of an exception: of its traceback the frames of the user's own files.
+    """The text of an exception for the user, with the traceback's frames in the user's own files.
 
-    Where there are none, all frames; of an InterfaceError or a UserError none, since its text says where.
+    If there are none, it has all frames. An InterfaceError or a UserError needs no frames: its text names the place.
     """
     told = traceback.TracebackException.from_exception(error)
     chain = list(_chain(told))

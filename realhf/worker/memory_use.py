@@ -36,13 +36,13 @@ class MemoryGauge:
             return peak
         peak = _resident_bytes("VmHWM") - _resident_bytes("RssFile")
         with contextlib.suppress(OSError):
-            (_PROCESS / "clear_refs").write_text("5")  # proc(5): sets the peak to what is resident now
+            (_PROCESS / "clear_refs").write_text("5")  # proc(5): sets the peak to the resident bytes of now
         return max(0, peak - self._program_bytes)
 
 
 def _resident_bytes(field: str) -> int:
-    """VmRSS, what is resident now, RssFile, what of it are pages of files, or VmHWM, the most that was; 0 on systems
-    without Linux's /proc."""
+    """Bytes of a field of /proc/self/status: VmRSS (resident now), RssFile (resident pages of files) or VmHWM (peak); 0
+    on systems without Linux's /proc."""
     try:
         found = re.search(rf"^{field}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
     except OSError:

@@ -14,7 +14,7 @@ from realhf.worker.channels import Channels
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[BatchKey, str]  # of a move, and of what prepares for it
+Key = tuple[BatchKey, str]  # names a move, and the request that prepares for it
 LOOK_EVERY_S = 1.0  # whether a move that is waited for is late
 
 

@@ -40,9 +40,9 @@ def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
 def _factors(first: int, words: Tensor) -> Tensor:
     """The factors of word `first` and those after it, int64 of the shape of `words`: distinct odd numbers below 2^32.
 
-    An odd factor has an inverse modulo 2^64, so that no change of a single word can cancel out. That of one bit in two
-    words, 2^n (f + g) or 2^n (f - g) with n < 32, is not 0 modulo 2^64 either. Their order is mixed up, since many
-    changes alike, such as of all signs, would cancel out of 1, 3, 5, ...
+    An odd factor has an inverse modulo 2^64, so no change of a single word can cancel out. A change of one bit in two
+    words adds 2^n (f + g) or 2^n (f - g) with n < 32, which is not 0 modulo 2^64 either. The factors are in mixed
+    order: with 1, 3, 5, ... many equal changes, such as of all signs, would cancel out.
     """
     # Products with odd numbers modulo 2^31, and the shift between them, can be undone: what differs still does.
     mixed = torch.arange(first, first + words.numel(), device=words.device)

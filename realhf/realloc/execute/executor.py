@@ -67,7 +67,7 @@ def execute(part: Reallocation, *, eta: float = 1.0, arrived: SumsByPeer | None 
         copying = _start_copies(carrier, rank, here, there, memory) if eta == 1 else []
         under_way: deque[_UnderWay] = deque()
         for each_round in located.rounds:
-            while under_way and each_round.forwards:  # what has arrived before
+            while under_way and each_round.forwards:  # forwarded parts have to arrive first
                 under_way.popleft().finish(write, arrived, timeout_s)
             messages = [placed.message(memory) for placed in each_round.messages]
             # Averages need what arrives beside the target.

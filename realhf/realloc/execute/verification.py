@@ -44,8 +44,8 @@ def verify(reallocation: Reallocation, *, arrived: SumsByPeer | None = None) -> 
     """Compares what each rank received, or copied, with what its sender holds.
 
     All ranks that called `execute` call it afterwards with the same argument, while the tensors are as `execute` left
-    them. Where eta < 1 the target holds averages, so `arrived` has the bit sums that `execute` noted; what this rank
-    copied is not compared then.
+    them. Where eta < 1 the target holds averages, so `arrived` has the bit sums that `execute` noted; local copies are
+    not compared then.
 
     A rank sums up the parts that it sent and that it received, sends one message of 8 bytes a part to each rank it
     had sent to, and compares. It is one more round of the plan, and cannot deadlock for the same reason.

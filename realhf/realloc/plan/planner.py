@@ -22,7 +22,7 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class DeviceRound:
-    """What one device does in round `index`: by peer, the boxes it sends and receives, in this order.
+    """The work of one device in round `index`: by peer, the boxes that it sends and receives, in this order.
 
     `forwards`: some of what it sends it received in an earlier round.
     """
@@ -37,10 +37,10 @@ class DeviceRound:
 class ReallocationPlan:
     """How the parameters get from one table of boxes to another.
 
-    `rounds` is the one total order in which all devices work: nobody starts round i + 1 before its own part of
-    round i is done, so overlapping meshes cannot deadlock. In a round no device sends more than `bucket_bytes`, or
-    receives more. `local_copies` are the parts of a device's target boxes that it already holds.
-    `lacking_bytes`, per target device, are those it does not hold: no plan can move less.
+    `rounds` is the one total order in which all devices work: no device starts round i + 1 before its own part of round
+    i is done, so overlapping meshes cannot deadlock. In a round no device sends or receives more than `bucket_bytes`.
+    `local_copies` are the parts of a device's target boxes that it already holds. `lacking_bytes` are the bytes that
+    each target device does not hold: no plan can move less.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
@@ -137,7 +137,7 @@ def plan_reallocation(
     Boxes larger than a bucket are cut along their first dimension (further ones only if a single row is larger).
 
     Raises:
-        ValueError: part of a target box is held by nobody, two target boxes of a device overlap, or a bucket
+        ValueError: no source device holds part of a target box, two target boxes of a device overlap, or a bucket
             cannot hold one element.
     """
     if bucket_bytes < element_bytes:
