@@ -146,7 +146,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values as they are; of anything else its text (a date in a parquet file)."""
+    """JSON values as they are, and the text of any other value (a date in a parquet file)."""
     match value:
         case None | bool() | int() | float() | str():
             return value

@@ -14,7 +14,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What follows a prompt.
+    """The text that follows a prompt.
 
     is_whole: the text begins with the prompt, as a template writes both; else it is the response alone.
     spans: the characters (begin, end) of a whole text that are in the loss; None: all behind the prompt.
@@ -56,7 +56,7 @@ class ChatWriter:
         return self._tokenizer.template
 
     def chat(self, field: str, value: Any) -> Chat:
-        """The turns of a field, checked, with the system's in front. Raises ValueError naming what is wrong."""
+        """The turns of a field, checked, with the system's in front. Raises ValueError naming the fault."""
         chat = turns_of(field, value)
         return [*self._front(chat[0]["role"]), *chat]
 
@@ -103,7 +103,7 @@ class ChatWriter:
         return Draft(prompt=marked[: spans[-1][0]], responses=(Response(text=marked, is_whole=True),), is_chat=True)
 
     def all_turns(self, chat: Chat) -> Draft:
-        """A chat whose assistant's turns are all in the loss; what comes before the first is the prompt.
+        """A chat whose assistant's turns are all in the loss; the text before the first of them is the prompt.
 
         The template marks them ({% generation %}), or the text of the first turns begins the text of all.
 
@@ -139,7 +139,7 @@ class ChatWriter:
     def _check_user(self, chat: Chat) -> None:
         if not any(turn["role"] == "user" for turn in chat):
             roles = ", ".join(turn["role"] for turn in chat) or "none"
-            raise ValueError(f"the chat has no user's turn (its roles: {roles}), so that nobody asks anything")
+            raise ValueError(f"the chat has no user's turn (its roles: {roles}), so there is no question to answer")
 
     def _text(self, chat: Chat, *, with_header: bool = False) -> str:
         try:
@@ -170,7 +170,7 @@ def text_of(field: str, value: Any) -> str:
 
 
 def turns_of(field: str, value: Any) -> Chat:
-    """The turns of a field, checked. Raises ValueError naming what is wrong."""
+    """The turns of a field, checked. Raises ValueError naming the fault."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"field {field!r} is {_shown(value)}, not a list of messages")
     return [_turn(field, i, turn) for i, turn in enumerate(value, 1)]

@@ -42,7 +42,7 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def keep_inputs(run: Run, directory: RunDirectory, *, anew: bool = False) -> None:
-    """Notes what this start of the run reads, where that is not noted yet; `anew`: in place of what is.
+    """Notes the inputs of this start of the run that are not noted yet; `anew` replaces earlier notes.
 
     Raises UserError if a file cannot be read, RunError if the note cannot be written.
     """
@@ -54,9 +54,10 @@ def keep_inputs(run: Run, directory: RunDirectory, *, anew: bool = False) -> Non
 
 
 def check_inputs(run: Run, directory: RunDirectory) -> None:
-    """Raises UserError if what this start of the run reads is not what the run began with, as far as that was noted."""
+    """Raises UserError if this start would read other inputs than the run began with. Inputs that were not noted
+    pass."""
     noted = _noted(directory)
-    if not noted:  # of a run that was made before inputs were noted
+    if not noted:  # an older version made the run
         return
     for what, files in inputs_of(run).items():
         if what not in noted or files == noted[what]:
@@ -66,7 +67,7 @@ def check_inputs(run: Run, directory: RunDirectory) -> None:
         raise UserError(
             f"the {what} of the run in {directory.path} has changed since the run began: "
             f"{', '.join(changes[:_SHOWN])}{more}; put it back, or start a new run with another --run-dir "
-            f"(--resume {ACCEPT} goes on with what is there now)"
+            f"(--resume {ACCEPT} resumes with the present files)"
         )
 
 

@@ -57,7 +57,7 @@ class TextDataset(DataOptions, ABC):
 
     @abstractmethod
     def draft(self, record: Record, roles: Mapping[str, str], writer: ChatWriter) -> Draft:
-        """The texts of a row. Raises ValueError saying what is wrong with it."""
+        """The texts of a row. Raises ValueError naming the fault."""
 
     @abstractmethod
     def columns(self, row: EncodedRow) -> dict[str, Tokens]:
@@ -92,7 +92,7 @@ class TextDataset(DataOptions, ABC):
     def kept_rows(self) -> np.ndarray | None:
         """The rows [rows] of the file, from 0, that are not left out, in order; None: all.
 
-        What one process has found, others on the machine read, under a digest of all that it depends on.
+        Other processes on the machine read the rows that one has found, under a digest of all that they depend on.
 
         Raises:
             UserError: as `check`.
@@ -103,7 +103,7 @@ class TextDataset(DataOptions, ABC):
         return self._scan().kept if kept is None else kept
 
     def describe(self) -> str:
-        """A line that says what is read: file, rows, columns, template, lengths, what is left out.
+        """One line about the rows that are read: file, number, columns, template, lengths, rows left out.
 
         Raises:
             UserError: as `check`.

@@ -26,7 +26,7 @@ END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>",
 
 
 def tokenizer_files(location: str, chat_template: str = "") -> list[Path]:
-    """The files that a tokenizer and its chat template are made from, as far as they are there. Arguments: see
+    """The files, among those that exist, that a tokenizer and its chat template are made from. Arguments: see
     `TextTokenizer`."""
     place = Path(location)
     folder, main = (place, place / TOKENIZER_FILE) if place.is_dir() else (place.parent, place)

@@ -75,7 +75,7 @@ def _named(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _named(part)
     for name, part in value.items() if isinstance(value, dict) else ():
         yield name, part
-        if name != "vocab":  # of a hundred thousand
+        if name != "vocab":  # has a hundred thousand entries
             yield from _named(part)
 
 

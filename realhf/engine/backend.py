@@ -67,8 +67,8 @@ class EngineModel(Model, Protocol):
         """Random weights that depend on the seed alone, whatever the layout."""
 
     def state(self) -> Boxes:
-        """What this rank writes into a checkpoint: boxes of parameters, of the oldest version where there are several,
-        of the other versions (`NAME@newer_1`), and of optimizer states (`NAME@exp_avg`).
+        """The boxes that this rank writes into a checkpoint: parameters (the oldest version where there are several),
+        newer versions (`NAME@newer_1`), and optimizer states (`NAME@exp_avg`).
 
         Views of the live tensors, in the order and of the places that
         `realhf.models.checkpoint_index.state_owners` gives this rank: one rank has every element of the model.

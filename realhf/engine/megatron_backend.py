@@ -25,7 +25,7 @@ from realhf.models.decoder import DecoderLayer
 from realhf.models.rotary import rotate
 from realhf.parallel.sequence import TokenShards
 
-# Ours -> Megatron's, of what is the same in both.
+# Our name -> Megatron's, for parameters that are the same in both.
 _SAME = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
@@ -97,7 +97,7 @@ class MegatronLayers:
 
 
 class _CoreAttention(nn.Module):
-    """What stands between Megatron's products of attention; made by Megatron, from the arguments of its own."""
+    """Attention between Megatron's projections. Megatron makes it, with its own arguments."""
 
     def __init__(self, **arguments: Any):
         super().__init__()

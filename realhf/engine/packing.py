@@ -11,7 +11,7 @@ from realhf.models.attention import PackedAttention
 from realhf.models.prefixed_attention import PrefixedAttention, Suffix
 
 # On the CPU, oneDNN makes a kernel for every number of rows that it has not seen: some milliseconds for the products of
-# a layer, each time that lengths add up to something new. Up to so many rows, numbers are rounded up to multiples.
+# a layer, for each new sum of lengths. So numbers of rows are rounded up to multiples, up to these limits.
 _EXACT_ROWS = 64
 _FINE_ROWS, _FINE_MULTIPLE, _COARSE_MULTIPLE = 512, 32, 64
 
@@ -73,7 +73,7 @@ def pack_micro_batch(
 
 
 def _padding(tokens: int) -> int:
-    """Rows to add to so many tokens."""
+    """Rows of padding to add to `tokens` tokens."""
     if tokens <= _EXACT_ROWS:
         return 0
     return -tokens % (_FINE_MULTIPLE if tokens <= _FINE_ROWS else _COARSE_MULTIPLE)
@@ -122,7 +122,7 @@ def _pack_with_prefixes(sequences: Sequence[Tensor], prefixes: Sequence[SharedPr
     rows_behind = {i: (starts[len(pieces) + k], length) for k, (_, length, i) in enumerate(behind)}
 
     def rows(i: int) -> list[Tensor]:
-        """Of the tokens of a sequence."""
+        """The rows of the tokens of sequence `i`."""
         if i in alone:
             return [torch.arange(starts[alone[i]], starts[alone[i] + 1])]
         at, (start, length) = starts[owners[shared[i].members[0]]], rows_behind[i]

@@ -46,7 +46,7 @@ class Neighbours:
         return Transfer(received, peer, dist.irecv(received, peer, self.groups.pipeline) if tokens else None)
 
     def take(self, transfer: Transfer) -> Tensor:
-        """What has been received, once it has."""
+        """Waits for the received tensor, and returns it."""
         self._wait(transfer, "a message from")
         return transfer.tensor
 

@@ -70,7 +70,7 @@ def write_snapshot(directory: Path | str, rank: int, content: Mapping[str, Tenso
     staging = staging_directory(Path(directory))
     staging.mkdir(parents=True, exist_ok=True)
     path = staging / box_file(rank)
-    (staging / digest_file(rank)).unlink(missing_ok=True)  # of an attempt that was interrupted
+    (staging / digest_file(rank)).unlink(missing_ok=True)  # left by an interrupted attempt
     partial = path.with_name(path.name + ".tmp")
     digest = write_safetensors(partial, content)
     if hashed:

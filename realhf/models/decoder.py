@@ -153,7 +153,7 @@ class Decoder(nn.Module):
             positions: position of every token in its sequence [tokens].
             head_rows: the rows that the head runs on, in the order of its output (last stage; None: all).
             shards: with sequence parallelism: hidden states between layers and stages have this rank's tokens.
-            recomputed: the layers of which `realhf.models.recomputation.run_layer` keeps less.
+            recomputed: the layers whose activations `realhf.models.recomputation.run_layer` recomputes.
             chunk: which of `chunks`.
 
         Returns:

@@ -24,7 +24,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def capture_of(decoder: Decoder, graphs: GraphLife) -> "Capture | None":
-    """What records the decode steps of this rank's part of a model; None where they are not recorded."""
+    """The recorder of decode steps for this rank's part of a model; None where they are not recorded."""
     on_gpu = next(decoder.parameters()).is_cuda
     if graphs == "off" or graphs_refusal(decoder.config, on_gpu=on_gpu):
         return None
@@ -75,8 +75,8 @@ class _Step:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """`pages` of a KV cache, without the spare one of graphs; of a decode step at most `max_rows`, with at most `width`
-    pages each."""
+    """`pages` of a KV cache, without the spare one of graphs; `max_rows` and `width` are the most sequences of a decode
+    step, and the most pages of a sequence."""
 
     pages: int
     max_rows: int
@@ -152,7 +152,7 @@ class DecodeGraphs:
 
 
 def _addresses(decoder: Decoder) -> list[int]:
-    """Of the parameters: a graph reads what lies there when it is replayed."""
+    """Addresses of the parameters: a replayed graph reads the values that lie there."""
     return [parameter.data_ptr() for parameter in decoder.parameters()]
 
 

@@ -25,7 +25,7 @@ from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 @dataclass(frozen=True)
 class GenerationReport:
-    """What happened in a call on this rank: steps through the model, preemptions, bytes of the KV cache."""
+    """Counts of a call on this rank: steps through the model, preemptions, bytes of the KV cache."""
 
     steps: int
     preemptions: int
@@ -51,7 +51,7 @@ def generate(
 
     Returns:
         the rollouts in the order of the batch on the rank with `groups.holds_outputs`, an empty output on the others;
-        and what happened on this rank.
+        and the counts of this rank.
 
     Raises:
         ValueError: a prompt is empty, a forced response or a limit is not from 1 to `max_new_tokens`, or a sample has a

@@ -65,7 +65,7 @@ class PagedKernels(Protocol):
 
 
 def paged_kernel(machine: Machine, dtype: torch.dtype, head_dim: int, *, has_cpp: bool) -> PagedKernel:
-    """What attends over pages on such a machine."""
+    """The kernel that attends over pages on such a machine."""
     if machine.device == "cpu" and has_cpp and dtype in (torch.float32, torch.float64, torch.bfloat16):
         return "C++"
     if machine.flash_attn is not None and machine.runs_flash(dtype, head_dim):
@@ -98,7 +98,7 @@ def describe_attention(device: str) -> list[str]:
 class CppKernels:
     """Attention where the pages lie, each sequence at its own length; one thread.
 
-    What a decode step reads of a head in a page lies together, in the order in which it is multiplied.
+    The keys, and the values, of one head in a page lie together, in the order in which a decode step reads them.
     """
 
     page, lengths_dtype, reads_behind, gathers = PAGE_TOKENS, torch.int64, False, False
@@ -230,7 +230,7 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 
 def _check(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
-    """What the kernels take on trust."""
+    """Checks shapes and layouts, which the kernels do not check."""
     _, kv_heads, head_dim, page = keys.shape
     assert page == PAGE_TOKENS == _kernels.PAGE
     assert values.shape == (len(keys), kv_heads, PAGE_TOKENS, head_dim)

@@ -52,7 +52,7 @@ class _Links:
 
 
 class BatchMessages:
-    """What this stage sends and receives for one batch: hidden states go down the stages, tokens come back.
+    """The messages of this stage about one batch: hidden states go down the stages, tokens come back.
 
     Sends do not wait. The two ends of a pair of ranks post their messages in one order.
 

@@ -20,8 +20,8 @@ from realhf.parallel.vocabulary import Logits
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a stage computes on: `tokens` [rows] int64 (first stage), their `positions` [rows], and of which rows the
-    last stage computes logits (None: of all)."""
+    """The inputs of a stage: `tokens` [rows] int64 (first stage), their `positions` [rows], and the rows whose logits
+    the last stage computes (None: all)."""
 
     tokens: Tensor | None
     positions: Tensor

@@ -132,7 +132,8 @@ class Residency:
             free(vector)
 
     def allocate(self) -> None:
-        """Memory for freed parameters, to be written by `held` before any use. What is here already stays."""
+        """Takes memory for freed parameters, which must be written through `held` before any use. Parameters that have
+        memory keep it."""
         if self._where is Where.FREED:
             for vector in self._vectors:
                 allocate(vector)
@@ -176,8 +177,8 @@ class Residency:
                 free(self._gradient)
 
     def load(self, *, states: bool = True) -> None:
-        """Brings back what `offload` moved; without `states` the parameters alone, and the model cannot train. What
-        is here already stays."""
+        """Brings offloaded tensors back; without `states` the parameters alone, and the model cannot train. Tensors on
+        the device stay there."""
         if self._where is Where.OFFLOADED:
             self._waiting_parameters.load()
             self._where = Where.HERE

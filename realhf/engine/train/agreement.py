@@ -1,4 +1,4 @@
-"""What the ranks of a data-parallel group do together next, agreed before they do it.
+"""Agreement of the ranks of a data-parallel group on their next collectives, before they start them.
 
 Which units a pass uses, and in which order, depends on data: an operator may be skipped, a loss may have no term. Ranks
 that each went by their own order would mix the shards of one unit with those of another. So every rank says what it is
@@ -53,8 +53,8 @@ AT_ONCE = 3  # operations in a message: in a backward pass a reduction, a gather
 
 
 class _Said(NamedTuple):
-    """What a rank says: how many operations there were and which was the last, the point where it is (0: at none), and
-    the operations that it asks for (0: no more)."""
+    """The message of a rank: the number of operations so far and the last of them, its present point (0: none), and the
+    operations that it asks for (0: no more)."""
 
     number: int
     last: int
@@ -118,8 +118,8 @@ class Agreement:
             if of_rank[:2] != said[0][:2]:
                 raise RuntimeError(
                     "the ranks of a data-parallel group took part in different collectives: rank 0 in "
-                    f"{self._named(said[0])}, rank {rank} in {self._named(of_rank)}. What they received is of no use. "
-                    "Give all ranks the same model with the same modes; if they have it, this is a fault of realhf"
+                    f"{self._named(said[0])}, rank {rank} in {self._named(of_rank)}. The data that they received is "
+                    "wrong. Give all ranks the same model with the same modes; if they have it, this is a bug of realhf"
                 )
         return said
 

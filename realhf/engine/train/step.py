@@ -29,7 +29,7 @@ from realhf.parallel.vocabulary import Logits, WholeLogits
 
 
 def reaching(loss: Tensor, output: Tensor | Logits | WholeLogits) -> Tensor:
-    """The same loss, of which a backward pass always comes to what the model's head put out.
+    """The same loss, made so that its backward pass always reaches the output of the model's head.
 
     The loss of a micro-batch without a term may be a constant. Its backward pass has to be there all the same: stages
     before wait for a gradient, and ranks of `fully_shard` for one another.
@@ -175,7 +175,7 @@ class Trainer:
         return TokenShards(group, tokens) if self.compute.sequence_parallel and group is not None else None
 
     def _norm(self) -> float:
-        """The Euclidean norm of the whole model's gradient, of which this rank counts a part; the same on every rank.
+        """The Euclidean norm of the whole model's gradient; the same on every rank. This rank counts its part.
 
         In float64: a float32 sum depends on the layout in the fifth digit.
         """

@@ -113,7 +113,7 @@ def test_a_response_that_does_not_continue_the_prompt(folder: Path) -> None:
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
 def test_a_chat_in_which_nobody_asks(template: str, folder: Path) -> None:
     found = writer(folder, template)
-    says = "the chat has no user's turn (its roles: {}), so that nobody asks anything"
+    says = "the chat has no user's turn (its roles: {}), so there is no question to answer"
     chat = turns("s:b", "a:c")
     marked = "system, assistant" if template == MARKED else "system"
     both = "system, assistant"
