@@ -119,7 +119,7 @@ def _duration(seconds: float) -> str:
 
 def _curves(run: RunData) -> str:
     (main, others), (quality, rest) = split_curves(run.metrics), evaluation_curves(run.evaluations)
-    together = {name: curve for name, curve in quality.items() if name.startswith("accuracy")}  # of one scale
+    together = {name: curve for name, curve in quality.items() if name.startswith("accuracy")}  # on one scale
     single = _own_charts({name: curve for name, curve in quality.items() if name not in together}, f"{EVALUATION}: ")
     charts = ({EVALUATION: together} if together else {}) | single | _own_charts(main)
     return metrics_section(charts, _own_charts(rest, f"{EVALUATION}: ") | _own_charts(others))
@@ -196,7 +196,7 @@ def _timeline(run: RunData, plan: ExecutionPlan) -> str:
 
 def _events(run: RunData) -> str:
     """The section of events of the run as a whole, such as restarts and new plans."""
-    title = "What changed in the run"
+    title = "Changes of the run"
     if not run.happened:
         return section(title, '<p class="muted">Nothing is noted: no restart, no other plan.</p>')
     rows = []

@@ -142,7 +142,8 @@ def mount_own_files(folder: str, size_bytes: int, entries: int) -> None:
 
 
 def what_is_lacking() -> list[str]:
-    """What this kernel grants no process without root, in words; asked of the kernel without starting anything."""
+    """The protections that this kernel grants no process without root, in words. It asks the kernel and starts
+    nothing."""
     lacking = []
     if not has_call_filter():
         lacking.append(

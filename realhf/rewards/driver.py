@@ -81,7 +81,7 @@ class Driver(threading.Thread):
     def run(self) -> None:
         try:
             self._start()
-        except Exception as error:  # told to whoever waits for the functions, or at the next part
+        except Exception as error:  # raised where the functions are awaited, or at the next part
             self._error = error
             self._stop()
         self._has_started.set()
@@ -121,7 +121,7 @@ class Driver(threading.Thread):
             self._process = None
 
     def _score(self, parts: Parts) -> list[Part]:
-        """Has the parts scored; returns those, or halves of those, that the process's end has left."""
+        """Scores the parts; returns those, or halves of those, that are left when the process ends."""
         process = self._start()
         opened = [Open(part) for part in parts]
         for number, one in enumerate(opened):
@@ -149,14 +149,14 @@ class Driver(threading.Thread):
                 if isinstance(message, Failed) and message.is_stuck:
                     self._stop()
                     return again + [one.rest for one in opened if one.places]
-            if all(part.job.is_done for part in parts):  # with an error: nobody waits for the rest
+            if all(part.job.is_done for part in parts):  # with an error: the rest is not needed
                 if any(one.places for one in opened):
                     self._stop()
                 return []
         return again
 
     def _take(self, message: FromProcess, opened: Sequence[Open]) -> list[Part]:
-        """Notes an answer; returns what is to be done again."""
+        """Notes an answer; returns the parts to do again."""
         match message:
             case Value(work=work, place=place):
                 part = opened[work].part
@@ -212,7 +212,7 @@ class _Process:
         self.send(begin)
 
     def functions(self) -> list[Function]:
-        """What it has loaded, the first time; later []. Raises RewardError if it cannot."""
+        """The loaded functions at the first call, later []. Raises RewardError if they cannot be loaded."""
         functions: list[Function] = []
         while not self._is_loaded:
             try:
@@ -247,7 +247,7 @@ class _Process:
                 try:
                     return self._frames.add(content)
                 except msgspec.MsgspecError as error:
-                    raise _EndError(f"the process wrote what is no message ({error})", "end") from None
+                    raise _EndError(f"the process wrote something else than a message ({error})", "end") from None
             has_ended = True
         if has_ended:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -32,8 +32,8 @@ _SHOWN_FAILURES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOptions:
-    """on_error: what becomes of a sample whose function fails: the run ends ("fail"), the function's reward counts as 0
-    ("zero"), or the sample counts in no loss and no statistic ("drop").
+    """on_error: if a function fails for a sample, the run ends ("fail"), the function's reward counts as 0 ("zero"), or
+    the sample counts in no loss and no statistic ("drop").
     timeout_s: how long one call of a function may take, a batch too.
     processes: for functions that are not async; all async ones share one process more.
     concurrency: how many async calls are under way at a time; the others wait, and their time has not begun.
@@ -57,7 +57,7 @@ class PoolOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What became of a sample.
+    """The result of a sample.
 
     reward: the sum of weight * value over the functions that gave a value.
     is_valid: False where a function failed, or none gave a value, and the policy is "drop"; then `reward` is 0.
@@ -100,7 +100,9 @@ class RewardPool:
             self.close()
             raise
         forms = {function.is_async for function in self.functions}
-        self._queues = {False: first} if False in forms else {True: first}  # of async functions, and of the others
+        self._queues = (
+            {False: first} if False in forms else {True: first}
+        )  # one queue for async functions, one for the others
         if False in forms:
             for i in range(1, options.processes):
                 self._start(f"reward process {i}", first)
@@ -120,7 +122,7 @@ class RewardPool:
 
     @property
     def names(self) -> list[str]:
-        """Of the functions, for statistics."""
+        """The names of the functions, for statistics."""
         return [function.name for function in self.functions]
 
     @property

@@ -74,7 +74,7 @@ def end_with(parent: int) -> None:
 
 @dataclass
 class _Now:
-    """What the main thread does: a call on `places` of a work, since `since_s`."""
+    """The present call of the main thread: on `places` of a work, since `since_s`."""
 
     work: Work
     places: Sequence[int]
@@ -88,7 +88,7 @@ class _Server:
         self._todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._rewards: list[Reward] = []
         self._timeout_s: float
-        self._turns: asyncio.Semaphore  # of async calls; a call's time begins with its turn
+        self._turns: asyncio.Semaphore  # limits async calls; a call's time begins with its turn
         self._now: _Now | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[asyncio.Task[None], tuple[Work, int]] = {}
@@ -265,7 +265,7 @@ class _Server:
                 raise _TooLongError from error
             raise  # the function's own
 
-    # --- what is stuck
+    # --- calls that are stuck
 
     def _watch(self, main_thread: int) -> None:
         while True:

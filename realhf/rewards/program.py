@@ -79,7 +79,7 @@ async def _wait_for(one: Any) -> Any:
 
 
 class _Printed(io.RawIOBase):
-    """Takes what the program prints; what goes beyond a limit is left out."""
+    """Takes the output of the program, up to a limit."""
 
     def __init__(self) -> None:
         self._content = bytearray()
@@ -93,7 +93,7 @@ class _Printed(io.RawIOBase):
         return len(data)
 
     def take(self) -> str:
-        """What was printed since the last time."""
+        """The output since the last call."""
         text, self._content = self._content.decode("utf-8", "replace"), bytearray()
         return text
 

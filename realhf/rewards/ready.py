@@ -78,7 +78,8 @@ def math_verify(column: str = "answer") -> Function:
     def reward(response: str, **row: Any) -> float:
         from math_verify import parse, verify  # a second to import, and the launcher needs none of it
 
-        # Without its own limits of time, of which it warns at each call: the processes have theirs, and tell of them.
+        # The library warns at each call that its own time limits are off. The reward processes have limits, and report
+        # them.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         value = str(row[column])
         right = parse(value if "$" in value or "\\boxed" in value else f"${value}$", parsing_timeout=None)

@@ -26,7 +26,7 @@ _FORMS: Mapping[str, tuple[Style, bool]] = {
     "solution_strs": ("verl", True),
 }
 
-# What a call of each form can have beside the columns of the data.
+# The parameters that a function of each form can have besides the columns of the data.
 _GIVEN: Mapping[tuple[Style, bool], tuple[str, ...]] = {
     ("texts", False): ("prompt", "response", "completion", "response_length"),
     ("texts", True): ("prompts", "responses", "response_lengths"),
@@ -35,7 +35,7 @@ _GIVEN: Mapping[tuple[Style, bool], tuple[str, ...]] = {
     ("verl", True): ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
 }
 
-# Of these, **row gets none: other names of the same, and what only a few ask for.
+# **row does not get these: second names of others, and rarely used ones.
 _UNASKED = ("completion", "response_length", "response_lengths")
 
 # The columns that verl's parameters are read from.

@@ -1,7 +1,7 @@
 """The side of the tests: runs them in a process that never executes code of the program.
 
-A test finds the program's names as proxies. What it gets from them is data, or proxies of the program's objects, and
-comparisons with data are made here: a program answers what its functions return, never whether that is right.
+A test finds the program's names as proxies. They give it data, or proxies of the program's objects, and comparisons
+with data are made here: a program says what its functions return, never whether that is right.
 """
 
 import ast
@@ -29,7 +29,7 @@ def outcomes(tests: list[str], reader: int, writer: int) -> list[str] | None:
         reader, writer: the pipes of the program's process.
 
     Raises:
-        WireError: the program's process has ended, or sends what is no message.
+        WireError: the program's process has ended, or sends something else than a message.
     """
     peer = _TestsPeer(reader, writer)
     try:
@@ -184,7 +184,7 @@ class _TestsPeer(Peer):
                 return call_special(self.own(subject), args[0], args[1:], kwargs)
             case "get":
                 return getattr(self.own(subject), _open_name(*args))
-            case "set" if type(self.own(subject)).__module__ == "__main__":  # of a class of the tests
+            case "set" if type(self.own(subject)).__module__ == "__main__":  # an object of the tests' own classes
                 return setattr(self.own(subject), _open_name(args[0]), args[1])
             case "isinstance":
                 [one] = args

@@ -40,7 +40,8 @@ _NAME_OF = {id(one): name for name, one in _NAMED.items()}
 
 
 class WireError(BaseException):
-    """The other side sent what is no message; not an Exception, so that no test takes it for one of the program."""
+    """The other side sent something else than a message. It is no Exception, so that no test takes it for one of the
+    program."""
 
 
 class Table:
@@ -190,7 +191,7 @@ def _empty(content: Any) -> Any:
 
 
 def _plain_node(value: Any, cls: type) -> Any:
-    """None for what is no such data."""
+    """None for other data."""
     if (name := _NAME_OF.get(id(value))) is not None:
         return ["plain", "named", name]
     if cls is bytes:

@@ -22,7 +22,7 @@ MAX_TEXT_BYTES = _SLOT_BYTES - _SLOT.size
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What a process was doing and since when (seconds since the epoch)."""
+    """The activity of a process, and its start (seconds since the epoch)."""
 
     text: str
     since: float
@@ -84,7 +84,7 @@ class ActivityWriter:
 
 
 def read_activity(path: Path) -> Activity | None:
-    """What was last recorded in `path`, by a process that may be alive or dead; None if no record can be read."""
+    """The last record in `path`, from a process that may be alive or dead; None if no record can be read."""
     try:
         data = read_bytes(path, _FILE_BYTES)
     except OSError:

@@ -33,14 +33,14 @@ from realhf.planning.model.hardware import Hardware
 
 T = TypeVar("T")
 
-# Of the run directory: for all its files that name no format of their own. The first version had none.
+# The format of all files of the run directory that name no format of their own. The first version had none.
 FORMAT = "run/2"
 MAX_STEPS = 10**9
 MAX_DEVICES = 65_536
 MAX_SAMPLES = 64
 WEEK_S = 7 * 86_400
 YEAR_S = 365 * 86_400
-# Of the numbers of a run's specification, by field.
+# The ranges of the numbers of a run's specification, by field.
 RANGES = {
     "num_workers": Range("--num-workers", 1, MAX_DEVICES),
     "devices_per_node": Range("--gpus-per-node", 1, MAX_DEVICES),
@@ -90,17 +90,17 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     of an earlier run, whose responses are taken instead of drawing new ones. The first reallocation of a model into
     a layout is verified by checksums, then those of every `verify_reallocations_every`-th step; 0: none.
 
-    Checkpoints are saved at the end, and every so many steps and minutes. The newest `keep_checkpoints` are kept (None:
-    all), and the best one by the statistic `keep_best` (see `checkpoints.retain`). The run ends when more than
-    `checkpoint_failures` in a row cannot be written. It goes on from the checkpoint after `resume_step` steps.
-    `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
-    `call_factors` are the measured over the predicted times of calls, where the plan was made with them;
-    `ignores_runs`: it was made without what finished runs measured of theirs. Deadlines: see `Deadlines`. An event says
-    where measured and predicted times differ by more than `drift_threshold` times.
-    A worker ends by itself when it has heard nothing of its master for `master_timeout_s`.
-    `samples` completions of a step, and of an evaluation, are written as texts.
-    The master listens on `master_address`, else on that of `network_interface`, else of its host's name.
-    `hardware` is what was planned for; planning again is for the same, and workers check that they are on it.
+    Checkpoints are saved at the end, every `checkpoint_every_steps` and every `checkpoint_every_minutes`. The newest
+    `keep_checkpoints` are kept (None: all), and the best one by the statistic `keep_best` (see `checkpoints.retain`).
+    The run ends when more than `checkpoint_failures` in a row cannot be written. It goes on from the checkpoint after
+    `resume_step` steps. `avoided` are devices of this machine or nodes of a cluster that the run does without, after
+    failures there. `call_factors` are the measured over the predicted times of calls, where the plan was made with
+    them; `ignores_runs`: it was made without what finished runs measured of theirs. Deadlines: see `Deadlines`. An
+    event says where measured and predicted times differ by more than `drift_threshold` times. A worker ends by itself
+    when it has heard nothing of its master for `master_timeout_s`. `samples` completions of a step, and of an
+    evaluation, are written as texts. The master listens on `master_address`, else on that of `network_interface`, else
+    of its host's name. `hardware` is what was planned for; planning again is for the same, and workers check that they
+    are on it.
 
     Raises:
         UserError: at construction, a number is out of its range.

@@ -67,7 +67,7 @@ def append_samples(path: Path, samples: list[Sample]) -> None:
 def read_samples(path: Path, damaged: list[str]) -> list[StepSamples]:
     """The samples of the newest steps, and of some earlier ones that lie evenly in the file, the oldest first.
 
-    Of a long run's file only a few parts are read. Lines there that cannot be read add a sentence to `damaged`.
+    Only a few parts of a long run's file are read. Lines there that cannot be read add a sentence to `damaged`.
     """
     tail = read_lines(path, sample_line, tail_bytes=TAIL_BYTES)
     damaged += tail.damaged

@@ -202,7 +202,7 @@ def test_what_is_no_message_ends_the_call(child: Callable[[], Child]) -> None:
     process = _Process("p", BEGIN, io.BytesIO())
     child().replies.write(b"\0\0\0\1\xc1")
     text, kind = ended(process)
-    assert (text.partition(" (")[0], kind) == ("the process wrote what is no message", "end")
+    assert (text.partition(" (")[0], kind) == ("the process wrote something else than a message", "end")
 
 
 def test_silence_beyond_the_deadline_ends_the_call(child: Callable[[], Child], clock: list[float]) -> None:
