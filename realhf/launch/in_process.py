@@ -17,7 +17,7 @@ from realhf.launch.devices import devices_of, gpus_for
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec, module_of
 
-# How long a poll executes requests before it returns; what else the launching process does has to wait for it.
+# How long a poll executes requests before it returns; other work of the launching process waits for it.
 _POLL_S = 0.5
 
 

@@ -1,4 +1,4 @@
-"""What a launcher is, and how `--launcher NAME` finds one."""
+"""The interface of launchers, and how `--launcher NAME` finds one."""
 
 import importlib
 import inspect
@@ -61,7 +61,7 @@ class Launcher(Protocol):
         return None
 
     def preview(self, job: Job) -> str:
-        """What `start` would do, as text: the batch script, for example. Raises UserError as `start` does."""
+        """The actions of `start`, as text: the batch script, for example. Raises UserError as `start` does."""
         return "".join(f"{process.name}: {' '.join(process.argv)}\n" for process in job.processes)
 
     def start(self, job: Job) -> None:
@@ -77,7 +77,8 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def stop(self, *, grace_s: float = 5.0) -> None:
-        """Ends what is left: asks (SIGTERM), and after `grace_s` kills. Returns when nothing is left.
+        """Ends the remaining processes: asks them (SIGTERM), and kills them after `grace_s`. Returns when all have
+        ended.
 
         May be called at any time; `poll` does not report what it ended. Raises RunError where that cannot be ended.
         """
@@ -108,7 +109,7 @@ class Launcher(Protocol):
         return None
 
     def lost(self) -> frozenset[str]:
-        """The places of the last job that are not there any more, as far as that is known."""
+        """The known places of the last job that are not there any more."""
         return frozenset()
 
     def room(self, avoided: frozenset[str]) -> int:
@@ -175,7 +176,7 @@ def _load(name: str, module: str, folder: Path | None) -> Any:
 
 
 def _lacking(found: type) -> list[str]:
-    """What a launcher needs and a class does not have."""
+    """The members of a launcher that a class lacks."""
     members = [name for name in vars(Launcher) if not name.startswith("_")]
     methods = [name for name in members if inspect.isfunction(vars(Launcher)[name])]
     bare = {name for name in ("start", "poll", "stop") if getattr(found, name, None) is vars(Launcher)[name]}

@@ -131,7 +131,7 @@ def _signal_groups(children: Sequence[_Child], number: signal.Signals) -> None:
 def start_child(
     argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None, *, is_idle: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own, which the system kills when the present thread ends. What it prints is
+    """Starts a process in a session of its own, which the system kills when the present thread ends. Its output is
     appended to its log. `is_idle`: it computes only where nothing else does. Raises OSError."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork as little as possible should happen

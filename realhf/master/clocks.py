@@ -38,7 +38,7 @@ class WorkerClocks:
             self._differences.setdefault(worker, deque(maxlen=_HEARTBEATS)).append(self._now() - sent_s)
 
     def offset_s(self, worker: int) -> float:
-        """What is to be added to a worker's times."""
+        """The seconds to add to a worker's times."""
         offset = min(self._differences.get(worker, ()), default=0.0)
         return offset if abs(offset) > TOLERATED_S else 0.0
 

@@ -90,7 +90,7 @@ def dataset_sequences(call: ModelFunctionCallDef) -> Sequence[str]:
 
 @dataclass
 class WorkerMoves:
-    """What one worker sends and receives in a transfer."""
+    """One worker's part of a transfer: the messages that it sends and receives."""
 
     sends: list[Send] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)

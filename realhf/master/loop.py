@@ -314,7 +314,7 @@ class Dispatcher:
         return mesh.size
 
     async def _offload(self, planned: PlannedGraph, node: Node) -> None:
-        """Has the models that were loaded for `node` moved back to host memory after it; no call waits for that."""
+        """Moves the models that were loaded for `node` back to host memory after it; no call waits for that."""
         batch = BatchKey(planned.split, node.step)
         for model in models_needed(planned.graph, node.call):
             for worker in planned.homes[model].mesh.devices if model in planned.offload else ():

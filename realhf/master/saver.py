@@ -39,12 +39,12 @@ class Saver:
         self._initial_steps = run.initial_steps  # now: the checkpoints that models start from may go during the run
         self._writing: set[int] = set()  # workers
         self._under_way = ""
-        self._step: int  # of the checkpoint under way
+        self._step: int  # the present checkpoint's
         self._all_written = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._begun: asyncio.Queue[RunState] = asyncio.Queue()
-        self._error: RunError | None = None  # of the checkpoint under way
+        self._error: RunError | None = None  # the present checkpoint's
         self._failures = 0  # in a row
         self.saved_step = 0
 
@@ -193,7 +193,7 @@ class Saver:
 
     def _staging(self, step: int) -> Path:
         target = step_folder(self._directory.checkpoints, step)
-        # What is left of another start may still write its own.
+        # Leftover processes of another start may still write their own.
         return target.with_name(f".{'.'.join(filter(None, [target.name, self._start_id, 'part']))}")
 
 

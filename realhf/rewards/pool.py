@@ -100,9 +100,7 @@ class RewardPool:
             self.close()
             raise
         forms = {function.is_async for function in self.functions}
-        self._queues = (
-            {False: first} if False in forms else {True: first}
-        )  # one queue for async functions, one for the others
+        self._queues = {False: first} if False in forms else {True: first}  # by whether functions are async
         if False in forms:
             for i in range(1, options.processes):
                 self._start(f"reward process {i}", first)

@@ -33,12 +33,12 @@ MOST_SAMPLES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class OsdpOptions:
-    """What may be said besides.
+    """Further options of `realhf.osdp`.
 
-    modes: fixes what is otherwise chosen: the modes of all operators ("sharded", "4 sharded", "2 sharded + 2 zero1"),
-        or pairs (operators, modes), of which the last that names an operator holds; operators by their path in the
-        model, with "*" and "0-3" for parts of it, and "others". `plan.modes` of another wrapping can be given.
-    slices: large weights are cut into up to so many.
+    modes: fixes the modes instead of choosing them: of all operators ("sharded", "4 sharded", "2 sharded + 2 zero1"),
+        or pairs (operators, modes). The last pair that names an operator holds. Operators are named by their path in
+        the model, with "*" and "0-3" for parts of it, and "others". `plan.modes` of another wrapping can be given.
+    slices: large weights are cut into up to this number of slices.
     prefetch: the next slice is gathered while one is in use.
     max_batch: the largest batch that is considered where `batch_size` is None.
     """
@@ -68,7 +68,7 @@ class ModulePlan:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a rank."""
+        """The predicted bytes of a rank."""
         return self.chosen.memory_bytes
 
     @property
@@ -97,7 +97,7 @@ def problem_of(
     links: Links,
     memory_bytes: int,
 ) -> OsdpProblem:
-    """The choice of modes, operators whole. `memory_bytes`: what is left for them, gathers and activations."""
+    """The choice of modes, operators whole. `memory_bytes`: the memory for operators, gathers and activations."""
     sample, optimizer = measured
     return OsdpProblem(
         operators=tuple(
@@ -137,7 +137,7 @@ def choose(
         UserError: nothing fits, with the smallest memory that would do; or `options.modes` cannot be.
     """
     batches = range(1, options.max_batch + 1) if batch_size is None else range(batch_size, batch_size + 1)
-    rules = "replicated" if group is None else options.modes  # one rank has nobody to share with
+    rules = "replicated" if group is None else options.modes  # one rank cannot share
     if rules is not None:
         chosen, modes = _given(problem, rules_of(rules), batches)
     else:
@@ -164,7 +164,7 @@ def joined(plan: OsdpPlan) -> OsdpPlan:
 
 
 def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.ProcessGroup | None) -> OsdpPlan:
-    """What rank 0 of the group finds, sent as one vector of numbers: which problem, batch, bound, and all counts."""
+    """The solution of rank 0 of the group, sent as one vector of numbers: problem, batch, bound, and all counts."""
     cells = len(problems[0].operators) * len(problems[0].modes)
     if group is None or group.size() == 1:
         return solve(problems, batches)

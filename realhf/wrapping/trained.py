@@ -21,11 +21,11 @@ from realhf.wrapping.operators import ModuleOperator, cut, units_in_modes
 
 
 class OsdpModule:
-    """What `realhf.osdp` gives: it is called like the model. All ranks call it, and its methods, together.
+    """The result of `realhf.osdp`: it is called like the model. All ranks call it, and its methods, together.
 
-    module: the model, with its operators cut in place; for what is neither a forward pass nor a step.
-    plan: the modes of its operators, and what they are predicted to cost.
-    optimizer: of this rank's vectors; for learning-rate schedules, and states of this very plan.
+    module: the model, with its operators cut in place; for anything but forward passes and steps.
+    plan: the modes of its operators, and their predicted costs.
+    optimizer: the optimizer of this rank's vectors; for learning-rate schedules, and states of this very plan.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class OsdpModule:
                 )
 
     def _norm(self) -> float:
-        """Of the sum of the gradients over the ranks."""
+        """The norm of the sum of the gradients over the ranks."""
         square = torch.zeros((), dtype=torch.float64, device=self._vectors.flat.device)
         for part in self._counted:
             square += square_sum(self._vectors.gradient[part])

@@ -22,7 +22,7 @@ def slurm_command(*command: str, timeout_s: float = TIMEOUT_S) -> subprocess.Com
 
 
 def output_of(ended: subprocess.CompletedProcess[str]) -> str:
-    """What a command has said, in one line."""
+    """The output of a command, in one line."""
     return " ".join((ended.stderr.strip() or ended.stdout.strip()).split())
 
 

@@ -98,7 +98,7 @@ def _too_large(options: SlurmOptions, job: Job, nodes: Sequence[Nodes], has: str
 
 
 def value_of(words: Iterable[str], long: str, short: str) -> str | None:
-    """What the last of sbatch's options of this name says; None without one."""
+    """The value of sbatch's last option of this name; None without one."""
     values = re.findall(rf"(?:^|\s)(?:{long}(?:=|\s+)|{short}\s*)(\S+)", "\n".join(words))
     return values[-1] if values else None
 

@@ -1,4 +1,4 @@
-"""What SLURM's controller says of a job."""
+"""The state of a job, from SLURM's controller."""
 
 import re
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class JobState:
 
     @property
     def is_ending(self) -> bool:
-        """Whether SLURM is about to kill what is left of this start of the job, or has done so."""
+        """Whether SLURM has killed the remaining processes of this start of the job, or is about to."""
         return self.is_over or self.is_waiting or self.name == "COMPLETING"
 
     @property
