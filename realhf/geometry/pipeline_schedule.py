@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-FORWARD_TIME, BACKWARD_TIME = 1, 2  # of one chunk, in the simulation; a backward pass has twice the products
+FORWARD_TIME, BACKWARD_TIME = 1, 2  # one chunk, in the simulation; a backward pass has twice the products
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Message:
-    """What stage `receiver` needs for its pass `target`: hidden states for a forward pass, gradients for a backward."""
+    """The input of stage `receiver` for its pass `target`: hidden states for a forward pass, gradients for a
+    backward."""
 
     sender: int
     receiver: int

@@ -105,7 +105,7 @@ def units(model: DecoderConfig, layout: Layout, device: int, data_parallel: Data
     their use.
 
     "zero1" divides all parameters as one vector. "fsdp" divides units that are gathered together: an embedding, a
-    layer, or the final norm with the head. With modes, what is replicated is one vector, what is not gathered another,
+    layer, or the final norm with the head. With modes, replicated operators are one vector, ZeRO-1 operators another,
     and every sharded slice one more. A tied embedding is a unit on both of its stages, so the shards of both stages
     have the same elements.
 
@@ -155,8 +155,8 @@ class OperatorSlice(NamedTuple):
 
 
 def units_of_slices(slices: Iterable[OperatorSlice], unit: Callable[..., Unit]) -> tuple[Unit, ...]:
-    """What is replicated as one vector, what is not gathered as another, and every sharded slice as one more; `unit`
-    makes them of the fields of a slice."""
+    """The vectors of operators: one of the replicated ones, one of the ZeRO-1 ones, and one of every sharded slice;
+    `unit` makes them from the fields of a slice."""
     always: dict[Mode, dict[str, Box]] = {"replicated": {}, "zero1": {}}
     gathered: list[Unit] = []
     for part in slices:

@@ -21,9 +21,9 @@ from realhf.profiling.job import ProfileTarget
 from realhf.profiling.model_bench import ModelBench, Stopwatch
 
 LAYERS = 2  # one a stage where there are two
-SEQUENCES = 16  # of a data-parallel rank
+SEQUENCES = 16  # per data-parallel rank
 FEW, MANY = 1, 4  # micro-batches
-STEPS = 8  # of decoding
+STEPS = 8  # in decoding
 
 
 class CallBench:
@@ -55,10 +55,10 @@ class CallBench:
         self.bench = ModelBench(self.model, target.dtype, data, device, watch)
 
     def overheads(self, optimizer_s_per_parameter: float, message_s: float) -> CallOverheads:
-        """What calls take beyond their parts.
+        """The seconds of calls beyond their parts.
 
-        Those of a call and of a micro-batch come from data-parallel calls of FEW and of MANY micro-batches. That
-        of a message comes from a pipeline of two stages, which compute while messages are on their way.
+        The overheads of a call and of a micro-batch come from data-parallel calls of FEW and of MANY micro-batches. The
+        overhead of a message comes from a pipeline of two stages, which compute while messages are on their way.
 
         Args:
             message_s: see `message_s`; 0 if no rank has a part in a pipeline.

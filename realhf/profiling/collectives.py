@@ -26,7 +26,8 @@ def measure_collectives(
     dtype: torch.dtype,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CollectiveCosts:
-    """What the engine's collectives cost in `group` on vectors of `dtype`: lines through the times of 4 KiB to 16 MiB.
+    """The cost of the engine's collectives in `group` on vectors of `dtype`: lines through the times of 4 KiB to 16
+    MiB.
 
     A time is the median of READINGS, each of the slowest rank. All ranks of the group call this together, and all get
     the same numbers. None is a group of one rank, where nothing costs anything. `clock` tells seconds.

@@ -1,4 +1,4 @@
-"""What the profiler is asked to measure: written by `realhf profile`, read by its workers."""
+"""The job of the profiler: written by `realhf profile`, read by its workers."""
 
 import msgspec
 
@@ -19,7 +19,7 @@ class ProfileTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one start of the profiler's workers measures.
+    """The measurements of one start of the profiler's workers.
 
     Sequences have `sequence_length` tokens, evenly spread over `length_spread` tokens to either side. `max_tokens` and
     `max_sequences` are of a micro-batch and of a decode step; `batch_size` is the experiment's samples a step.

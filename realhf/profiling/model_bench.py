@@ -34,7 +34,7 @@ from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
 
 WARM_UPS = 2
-LAYERS = 4  # of the model that is timed
+LAYERS = 4  # in the timed model
 # Short work is repeated within one reading of the clock, long work is read fewer times.
 SHORTEST_READING_S = 0.002
 LONGEST_POINT_S = 2.0
@@ -137,8 +137,8 @@ class Stopwatch:
 
 
 def spread_of(readings: list[float]) -> float:
-    """The standard deviation of the logarithms of readings, as far as their middle half tells it: one that something
-    else disturbed does not count."""
+    """The standard deviation of the logarithms of readings, estimated from their middle half, so that a disturbed
+    reading does not count."""
     logarithms = sorted(math.log(reading) for reading in readings if reading > 0)
     if len(logarithms) < 2:
         return 0.0
@@ -209,7 +209,7 @@ class ModelBench:
         if self.groups is None:
             return self.watch.seconds(None)
         kernels = self._kernels()
-        pages = pages_for(context, kernels.page)  # of a sequence
+        pages = pages_for(context, kernels.page)  # per sequence
         cache = self._cache(sequences * pages)
         table = torch.arange(sequences * pages, dtype=torch.int32, device=self.device).view(sequences, pages)
         lengths = torch.full((sequences,), context, dtype=kernels.lengths_dtype, device=self.device)

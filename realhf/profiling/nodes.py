@@ -33,7 +33,7 @@ NAMED = 4  # nodes
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured between the nodes, and when and where in words."""
+    """The constants measured between the nodes, and when and where in words."""
 
     constants: dict[str, MeasuredConstant]
     source: str
@@ -140,6 +140,6 @@ def check_alike(places: list[tuple[str, str]]) -> None:
 
 
 def stay_within_node() -> None:
-    """Has the process groups that are made from now on use the loopback interface, as a profile of one machine does."""
+    """From now on new process groups use the loopback interface, as for a profile of one machine."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
