@@ -382,7 +382,7 @@ def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:
 
 
 def _samples_per_prompt(calls: Sequence[ModelFunctionCallDef]) -> int:
-    """Of all generate calls; 1 where there is none."""
+    """The responses to a prompt, in all generate calls; 1 where there is none."""
     generating = [call for call in calls if call.generates]
     if not generating:
         return 1

@@ -1,7 +1,7 @@
 """The side of a program of unknown origin: loads it, and does with its objects what the tests ask for.
 
-Nothing here is a secret from the program, which may replace all of it. What the process sends are values; whether they
-are right is decided by the other side, in `realhf.rewards.tests_of_program`.
+Nothing here is a secret from the program, which may replace all of it. The process sends values; the other side decides
+whether they are right, in `realhf.rewards.tests_of_program`.
 """
 
 import builtins

@@ -1,4 +1,4 @@
-"""Refuses requests that the run's experiment and plan do not have, whoever sends them. Pure."""
+"""Refuses requests that the run's experiment and plan do not have. Pure."""
 
 from pathlib import Path
 

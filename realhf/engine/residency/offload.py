@@ -16,7 +16,7 @@ def pinned_blocks(size_bytes: int) -> list[int]:
     then powers of two down to the smallest, then the rest.
 
     torch rounds every block of pinned memory up to a power of two (pytorch issue 150517), and a single block could take
-    twice its size. Of these blocks only the last is rounded up, by less than half of `SMALLEST_BLOCK_BYTES`.
+    twice its size. Only the last of these blocks is rounded up, by less than half of `SMALLEST_BLOCK_BYTES`.
     """
     sizes = []
     while size_bytes > SMALLEST_BLOCK_BYTES:

@@ -250,7 +250,7 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
     ),
     "recomputed layers without a kind": (
         with_call("actor_train_step", compute=CallCompute(recomputed_layers=2)),
-        "actor_train_step: compute has recomputed_layers=2 without what is recomputed in these layers; say",
+        "actor_train_step: compute has recomputed_layers=2 without the kind of recomputation; add",
     ),
     "graphs of a call that generates nothing": (
         with_call("reward_inference", compute=CallCompute(decode_graphs="call")),
@@ -298,15 +298,15 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
     ),
     "a child before its parent": (
         plan_of(order=order("reward_inference", "actor_generate", *ORDER[2:])),
-        "order: reward_inference comes before actor_generate, of which it needs the result; move it behind",
+        "order: reward_inference needs the result of actor_generate but is scheduled before it; move reward_inference after",
     ),
     "a child of this step, its parent of the last": (
         plan_of(order=order((ORDER[0], 1), *ORDER[1:])),
-        "comes before actor_generate, of which it needs the result; move it behind",
+        "needs the result of actor_generate but is scheduled before it; move",
     ),
     "the next step's generation before the training that it needs": (
         plan_of(order=order(*ORDER[:3], (ORDER[3], 1), ORDER[4])),
-        "order: actor_generate comes before actor_train_step, of which it needs the result; move it behind",
+        "order: actor_generate needs the result of actor_train_step but is scheduled before it; move actor_generate after",
     ),
 }
 
