@@ -298,7 +298,7 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
     ),
     "a child before its parent": (
         plan_of(order=order("reward_inference", "actor_generate", *ORDER[2:])),
-        "order: reward_inference needs the result of actor_generate but is scheduled before it; move reward_inference after",
+        "order: reward_inference needs the result of actor_generate but is scheduled before it; move reward_inference",
     ),
     "a child of this step, its parent of the last": (
         plan_of(order=order((ORDER[0], 1), *ORDER[1:])),
@@ -306,7 +306,7 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
     ),
     "the next step's generation before the training that it needs": (
         plan_of(order=order(*ORDER[:3], (ORDER[3], 1), ORDER[4])),
-        "order: actor_generate needs the result of actor_train_step but is scheduled before it; move actor_generate after",
+        "order: actor_generate needs the result of actor_train_step but is scheduled before it; move actor_generate",
     ),
 }
 
@@ -486,7 +486,7 @@ def test_bounds_of_a_plan_that_just_fits() -> None:
     check_plan(with_call(micro_batches=4), GRAPH, BATCH_SIZE)  # 4 x 4 of 16
     check_plan(with_call(compute=CallCompute(decode_graphs="call")), GRAPH, BATCH_SIZE)
     without = CallCompute(recomputation="off", recomputed_layers=2)
-    with pytest.raises(UserError, match="recomputed_layers=2 without what is recomputed"):
+    with pytest.raises(UserError, match="recomputed_layers=2 without the kind of recomp"):
         check_plan(with_call("actor_train_step", compute=without), GRAPH, BATCH_SIZE)
     few = CallCompute(recomputation="full", recomputed_layers=-1)
     with pytest.raises(UserError, match="recomputed_layers=-1"):

@@ -275,9 +275,7 @@ def test_rounds_fill_buckets_side_by_side() -> None:
 
 
 def test_what_nobody_holds_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"parameter p: no source device holds the part of shape \(2,\) at offset \(4,\)"
-    ):
+    with pytest.raises(ValueError, match=r"p: no source device holds the part of shape \(2,\) at offset \(4,\)"):
         plan_reallocation({0: [rows(0, 4)]}, {1: [rows(0, 6)]})
     lm = DecoderConfig(hidden_size=8, intermediate_size=12, num_layers=1, num_heads=4, num_kv_heads=4, vocab_size=12)
     layout = Layout(DeviceMesh(0, 1), ParallelStrategy())
