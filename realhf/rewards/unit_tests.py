@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import Any
 
-from realhf.rewards.confined import what_is_lacking
+from realhf.rewards.confined import missing_protections
 from realhf.rewards.sandbox import Limits, run_tests
 from realhf.rewards.signature import Function, asking_for
 
@@ -68,5 +68,5 @@ def listed_tests(value: Any) -> list[str]:
 
 @cache
 def _say_what_is_lacking() -> None:
-    for lack in what_is_lacking():
+    for lack in missing_protections():
         logger.warning("unit tests: %s", lack)

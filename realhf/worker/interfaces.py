@@ -94,14 +94,14 @@ def explain(error: BaseException) -> str:
 
     If there are none, it has all frames. An InterfaceError or a UserError needs no frames: its text names the place.
     """
-    told = traceback.TracebackException.from_exception(error)
-    chain = list(_chain(told))
+    report = traceback.TracebackException.from_exception(error)
+    chain = list(_chain(report))
     if any(_is_users(frame) for link in chain for frame in link.stack):
         for link in chain:
             link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if _is_users(frame)])
     elif isinstance(error, InterfaceError | UserError):
         return str(error)
-    return "".join(told.format())
+    return "".join(report.format())
 
 
 def _describe(method: Callable[..., Any]) -> str:
@@ -111,8 +111,8 @@ def _describe(method: Callable[..., Any]) -> str:
     return f"{name} ({code.co_filename}, line {code.co_firstlineno})" if code else name
 
 
-def _chain(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    link: traceback.TracebackException | None = told
+def _chain(report: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    link: traceback.TracebackException | None = report
     while link is not None:
         yield link
         link = link.__cause__ or link.__context__

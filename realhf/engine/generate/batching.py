@@ -72,7 +72,7 @@ class Scheduler:
 
     Args:
         lengths: tokens of every prompt.
-        twins: for every sequence the first one with the same prompt.
+        first_with_prompt: for every sequence the first one with the same prompt.
         num_pages: of the cache.
         page_size: tokens in a page.
         max_running: sequences in the batch at most.
@@ -83,7 +83,7 @@ class Scheduler:
     def __init__(
         self,
         lengths: Sequence[int],
-        twins: Sequence[int],
+        first_with_prompt: Sequence[int],
         *,
         num_pages: int,
         page_size: int,
@@ -97,8 +97,8 @@ class Scheduler:
         self.running: list[RunningSequence] = []
         self.preemptions = 0
         groups: dict[int, _Waiting] = {}
-        for index, (length, twin) in enumerate(zip(lengths, twins, strict=True)):
-            groups.setdefault(twin, _Waiting(deque(), length)).indices.append(index)
+        for index, (length, first) in enumerate(zip(lengths, first_with_prompt, strict=True)):
+            groups.setdefault(first, _Waiting(deque(), length)).indices.append(index)
         self._waiting = deque(groups.values())
         self._slots = list(reversed(range(max_running)))
         self._step: Step | None = None

@@ -50,7 +50,7 @@ class TokenChoice:
         """[sequences]: tokens whose keys and values may be needed; those of the last token never are."""
         return self.prompt_lengths + self.limits - 1
 
-    def twins(self) -> list[int]:
+    def first_with_prompt(self) -> list[int]:
         """For every sequence the first one with the same prompt."""
         first: dict[bytes, int] = {}
         prompts = (row[:length].tobytes() for row, length in zip(self.tokens, self.prompt_lengths, strict=True))

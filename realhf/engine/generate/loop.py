@@ -147,7 +147,7 @@ def _running_batch(
             )
     scheduler = Scheduler(
         choice.prompt_lengths.tolist(),
-        choice.twins(),
+        choice.first_with_prompt(),
         num_pages=num_pages,
         page_size=page,
         max_running=max_running,
@@ -206,7 +206,8 @@ def _needed_pages(choice: TokenChoice, page: int, max_running: int) -> int:
         return sum(sorted(needs, reverse=True)[:max_running])
     shared = [length // page for length in choice.prompt_lengths.tolist()]
     return sum(
-        need - (shared[i] if twin != i else 0) for i, (need, twin) in enumerate(zip(needs, choice.twins(), strict=True))
+        need - (shared[i] if first != i else 0)
+        for i, (need, first) in enumerate(zip(needs, choice.first_with_prompt(), strict=True))
     )
 
 

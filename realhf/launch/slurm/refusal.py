@@ -21,10 +21,10 @@ def refusal(said: str, options: SlurmOptions, job: Job, offer: Offer) -> str:
         return f"{text}; check partition, account, nodes and limits (sinfo does not tell what the cluster has)"
     has = "".join(f"\n  {_partition(name, offer.nodes_of(name))}" for name in offer.partitions)
     names = _of_user(offer)
-    return f"{text}; the job asks for {asked(options, job)}. The cluster has{has}{names}"
+    return f"{text}; the job asks for {job_size(options, job)}. The cluster has{has}{names}"
 
 
-def asked(options: SlurmOptions, job: Job) -> str:
+def job_size(options: SlurmOptions, job: Job) -> str:
     """The size of a job in words."""
     cpus = job.workers_per_node * (options.cpus_per_worker or 1) + 1
     gpus = (

@@ -38,8 +38,8 @@ def test_how_long_sequences_may_get() -> None:
 
 
 def test_equal_prompts_are_known() -> None:
-    assert choice().twins() == [0, 1, 0, 3]
-    assert choice(([3], [3, 0], [0, 3], [3])).twins() == [0, 1, 2, 0], "an end of zeros makes a difference"
+    assert choice().first_with_prompt() == [0, 1, 0, 3]
+    assert choice(([3], [3, 0], [0, 3], [3])).first_with_prompt() == [0, 1, 2, 0], "an end of zeros makes a difference"
 
 
 def ends(made: TokenChoice, *tokens: int, sequence: int = 1) -> list[bool]:
