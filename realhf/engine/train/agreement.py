@@ -118,8 +118,8 @@ class Agreement:
             if of_rank[:2] != positions[0][:2]:
                 raise RuntimeError(
                     "the ranks of a data-parallel group took part in different collectives: rank 0 in "
-                    f"{self._named(positions[0])}, rank {rank} in {self._named(of_rank)}. The data that they received is "
-                    "wrong. Give all ranks the same model with the same modes; if they have it, this is a bug of realhf"
+                    f"{self._named(positions[0])}, rank {rank} in {self._named(of_rank)}. The data that they received "
+                    "is wrong. Give all ranks the same model with the same modes; if they have it, realhf has a bug"
                 )
         return positions
 
@@ -132,4 +132,5 @@ class Agreement:
             return f"none, with the units {-position.last:08x}"
         kind, unit = self._operation(position.last)
         name = repr(self._units[unit]) if unit < len(self._units) else "that this rank has not"
-        return f"number {position.number}, {'an all-gather' if kind == 'gather' else 'a reduction'} of unit {unit}, {name}"
+        what = "an all-gather" if kind == "gather" else "a reduction"
+        return f"number {position.number}, {what} of unit {unit}, {name}"
