@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -79,7 +80,9 @@ def classes() -> set[str]:
 
 def unused(path: Path, tree: ast.Module) -> Iterator[str]:
     """The public names of a file that nothing else in the package reads."""
-    for node in tree.body:
+    reads = [{part.id for part in ast.walk(node) if isinstance(part, ast.Name)} for node in tree.body]
+    readers = Counter(name for names in reads for name in names)
+    for node, own in zip(tree.body, reads, strict=True):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names = [name]
@@ -89,9 +92,8 @@ def unused(path: Path, tree: ast.Module) -> Iterator[str]:
                 names = [name]
             case _:
                 continue
-        others = (part for other in tree.body if other is not node for part in ast.walk(other))
-        read = {part.id for part in others if isinstance(part, ast.Name)}
-        yield from (n for n in names if n not in read | named() and (module(path), n) not in imported())
+        alone = (name for name in names if readers[name] == (name in own))
+        yield from (name for name in alone if name not in named() and (module(path), name) not in imported())
         if isinstance(node, ast.ClassDef) and all(isinstance(b, ast.Name) and b.id in classes() for b in node.bases):
             methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
             yield from (f"{node.name}.{method}" for method in methods if method not in attributes() | named())
