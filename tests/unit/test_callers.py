@@ -31,6 +31,11 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in sorted(files)}
 
 
+@cache
+def nodes() -> list[ast.AST]:
+    return [node for tree in trees().values() for node in ast.walk(tree)]
+
+
 def module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -40,13 +45,13 @@ def imported() -> set[tuple[str, str]]:
     """(module, name) of what is imported, or read from an imported module."""
     found = set()
     for tree in trees().values():
-        nodes = list(ast.walk(tree))
+        parts = list(ast.walk(tree))
         aliases = {}
-        for node in nodes:
+        for node in parts:
             if isinstance(node, ast.ImportFrom):
                 found |= {(node.module or "", each.name) for each in node.names}
                 aliases |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-        for node in nodes:
+        for node in parts:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
                 found.add((aliases[node.value.id], node.attr))
     return found
@@ -55,14 +60,14 @@ def imported() -> set[tuple[str, str]]:
 @cache
 def attributes() -> set[str]:
     """The attributes that are read of any object."""
-    return {node.attr for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {node.attr for node in nodes() if isinstance(node, ast.Attribute)}
 
 
 @cache
 def named() -> set[str]:
     """The names in strings: `module:name`, or the name alone."""
-    constants = (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return {node.value.rpartition(":")[2] for node in constants if isinstance(node.value, str)}
+    values = (node.value for node in nodes() if isinstance(node, ast.Constant))
+    return {value.rpartition(":")[2] for value in values if isinstance(value, str)}
 
 
 @cache
@@ -75,7 +80,7 @@ def documented() -> set[str]:
 
 @cache
 def classes() -> set[str]:
-    return {node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {node.name for node in nodes() if isinstance(node, ast.ClassDef)}
 
 
 def unused(path: Path, tree: ast.Module) -> Iterator[str]:
@@ -96,7 +101,9 @@ def unused(path: Path, tree: ast.Module) -> Iterator[str]:
         yield from (name for name in alone if name not in named() and (module(path), name) not in imported())
         if isinstance(node, ast.ClassDef) and all(isinstance(b, ast.Name) and b.id in classes() for b in node.bases):
             methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
-            yield from (f"{node.name}.{method}" for method in methods if method not in attributes() | named())
+            yield from (
+                f"{node.name}.{method}" for method in methods if method not in attributes() and method not in named()
+            )
 
 
 def test_public_names_are_used_in_the_package_or_documented() -> None:
