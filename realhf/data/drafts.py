@@ -86,8 +86,8 @@ class ChatWriter:
         wholes = [self._text([*chat, *turns]) for turns in continuations]
         if not all(whole.startswith(prompt) for whole in wholes):
             raise ValueError(
-                "the chat template writes an assistant's turn otherwise than the prompt begins it, so that no place "
-                "divides prompt and response; give a chat_template without this difference"
+                "the chat template begins the assistant's turn differently in a prompt and in a whole chat, so prompt "
+                "and response cannot be separated; give a chat_template that begins both alike"
             )
         return Draft(prompt=prompt, responses=tuple(Response(text=w, is_whole=True) for w in wholes), is_chat=True)
 
@@ -95,7 +95,7 @@ class ChatWriter:
         """A chat whose last turn is the response. Raises ValueError as `answers`, or the last turn is not the
         assistant's."""
         if chat[-1]["role"] != "assistant":
-            raise ValueError("the last turn of the chat is not the assistant's, so that there is no response")
+            raise ValueError("the last turn of the chat is not the assistant's, so there is no response")
         marked, spans = self._marked(chat)
         if not spans:
             return self.answers(chat[:-1], [chat[-1:]])
@@ -112,7 +112,7 @@ class ChatWriter:
         """
         places = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
         if not places:
-            raise ValueError("the chat has no turn of the assistant, so that there is no response")
+            raise ValueError("the chat has no turn of the assistant, so there is no response")
         self._check_user(chat)
         whole, spans = self._marked(chat)
         if not spans:
@@ -125,8 +125,8 @@ class ChatWriter:
         before, behind = self._text(chat[:place], with_header=True), self._text(chat[: place + 1])
         if not (whole.startswith(before) and whole.startswith(behind) and len(before) < len(behind)):
             raise ValueError(
-                "the chat template writes earlier turns otherwise once later ones follow, so that the assistant's "
-                'turns have no places; set loss_on="last", or give a chat_template that marks them ({% generation %})'
+                "the chat template changes earlier turns when later ones follow, so the assistant's turns cannot be "
+                'located; set loss_on="last", or give a chat_template that marks them ({% generation %})'
             )
         turn = behind[len(before) :].rstrip()
         ends = tuple(self._tokenizer.decode([token], skip_special=False) for token in self._tokenizer.end_tokens)

@@ -67,7 +67,7 @@ class TextTokenizer:
                 self._add_tokens()
         except (KeyError, TypeError, ValueError, OverflowError, TokenizerError) as error:
             raise UserError(
-                f"tokenizer {self.path}: its added tokens are none ({type(error).__name__}: {error}); correct "
+                f"tokenizer {self.path}: its added tokens cannot be read ({type(error).__name__}: {error}); correct "
                 "added_tokens_decoder and the special tokens of tokenizer_config.json, or take that file away"
             ) from None
         unknown = getattr(self._tokenizer.model, "unk_token", None)

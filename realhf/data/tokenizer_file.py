@@ -51,8 +51,8 @@ def load_tokenizer(path: Path) -> Any:
         for pattern in (part for name, part in named if name == "Regex" and isinstance(part, str)):
             if reason := why_without_end(pattern):
                 raise UserError(
-                    f"tokenizer {path}: the pattern {pattern[:80]!r} {reason}, so that a short text can take it for "
-                    "ever; give a tokenizer whose patterns repeat single characters and classes of them"
+                    f"tokenizer {path}: the pattern {pattern[:80]!r} {reason}, so a short text can take it forever; "
+                    "give a tokenizer whose patterns repeat single characters and classes of them"
                 )
         with no_panic():
             tokenizer = Tokenizer.from_buffer(content)

@@ -449,8 +449,8 @@ def _check_micro_dp(plan: ExecutionPlan, graph: DataflowGraph) -> None:
             fitting = grouped_like(home, call.layout, num_layers)
             remedy = f"set it to {list(fitting.strategy.micro_dp)}" if fitting else "leave it out"
             raise UserError(
-                f"{name}: with micro_dp={list(call.micro_dp)} its {call.strategy} does not hold on every device what "
-                f"the home, {home} of {home_call}, has there; {remedy}"
+                f"{name}: with micro_dp={list(call.micro_dp)}, {call.strategy} does not contain the home's part on "
+                f"every device; the home is {home} of {home_call}; {remedy}"
             )
 
 

@@ -126,7 +126,7 @@ def check_state(state: Any) -> dict[str, float]:
             )
         if not _is_finite_number(number):
             raise InterfaceError(
-                f"context.state[{name!r}] is {_shown(number)}, must be a finite number: float(...) of what you keep"
+                f"context.state[{name!r}] is {_shown(number)}, must be a finite number: keep float(...) of it"
             )
     return {name: float(number) for name, number in numbers.items()}
 
@@ -140,7 +140,7 @@ def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, Stats]:
     if not is_scalar or not loss.requires_grad:
         raise InterfaceError(
             f"the loss is {_shown(loss)}{', without a gradient' if is_scalar else ''}, must be a scalar tensor of "
-            "floating point with a gradient: the sum of its terms, computed from what the model's head put out"
+            "floating point with a gradient: the sum of its terms, computed from the output of the model's head"
         )
     if not math.isfinite(loss.item()):
         raise InterfaceError(

@@ -152,7 +152,7 @@ def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:
     if lacking := _lacking(found):
         raise UserError(
             f"--launcher {name}: {cls} in {loaded.__file__} has no {', '.join(lacking)}; see "
-            "realhf.launch.launcher.Launcher for what a launcher needs"
+            "realhf.launch.launcher.Launcher"
         )
     return cast(type[Launcher], found)
 

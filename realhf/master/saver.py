@@ -82,8 +82,8 @@ class Saver:
             raise ValueError(f"a report of the checkpoint {message.directory}, for which it was not asked")
         if message.error:
             self._error = RunError(
-                f"worker {worker} could not write its part of the checkpoint {message.directory}: {message.error}; the "
-                "checkpoints before are as they were: make room and go on from the last one with --resume"
+                f"worker {worker} could not write its part of the checkpoint {message.directory}: {message.error}; "
+                "earlier checkpoints are intact: make room and go on from the last one with --resume"
             )
             if not self._may_fail(self._step):
                 raise self._error
@@ -199,6 +199,6 @@ class Saver:
 
 def _not_complete(step: int, error: Exception) -> RunError:
     return RunError(
-        f"the master could not complete the checkpoint after step {step}: {error}; the checkpoints before are as they "
-        "were: go on from the last one with --resume"
+        f"the master could not complete the checkpoint after step {step}: {error}; earlier checkpoints are intact: "
+        "go on from the last one with --resume"
     )

@@ -188,8 +188,8 @@ def _timeline(run: RunData, plan: ExecutionPlan) -> str:
     steps = " and ".join(str(step) for step in timeline.steps)
     return section(
         f"Timeline of step{'' if len(timeline.steps) == 1 else 's'} {steps}",
-        '<p class="muted">What every worker did; the legend gives the share of all workers\' time. Waiting for other '
-        "workers inside a call counts as the call. The whole run: <code>trace.json</code> opens in Perfetto.</p>",
+        '<p class="muted">Activities of every worker; the legend gives the share of all workers\' time. Waiting for '
+        "other workers inside a call counts as the call. The whole run: <code>trace.json</code> opens in Perfetto.</p>",
         figure_html(timeline_figure(timeline)),
     )
 

@@ -140,8 +140,8 @@ def _legend(calls: Sequence[str], spans: Sequence[Span]) -> dict[str, str]:
 def _memory(comparison: Comparison, analysis: Analysis) -> str:
     return section(
         "Memory of the devices",
-        '<p class="muted">What stays (parameters, gradients, optimizer states; communicators), the most that a call '
-        "needs beside it, and the limit.</p>",
+        '<p class="muted">Lasting tensors (parameters, gradients, optimizer states; communicators), the most that a '
+        "call needs beside them, and the limit.</p>",
         figure_html(memory_figure(analysis, comparison.task.cluster.device_memory_bytes)),
     )
 

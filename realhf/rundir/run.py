@@ -49,11 +49,11 @@ RANGES = {
     "keep_checkpoints": Range("--keep-checkpoints", 1, MAX_STEPS),
     "checkpoint_failures": Range("--checkpoint-failures", 0, MAX_STEPS),
     "resume_step": Range("resume_step", 0, MAX_STEPS),
-    "drift_threshold": Range("--drift-threshold", 1.001, 10**6, "times what was predicted"),
+    "drift_threshold": Range("--drift-threshold", 1.001, 10**6, "times the prediction"),
     "verify_reallocations_every": Range("--verify-reallocations-every", 0, MAX_STEPS, "steps"),
     "samples": Range("--samples", 0, MAX_SAMPLES, "samples"),
     "call_timeout_s": Range("--call-timeout-s", 0.001, YEAR_S, "seconds"),
-    "deadline_factor": Range("--deadline-factor", 1, 10**4, "times what was predicted"),
+    "deadline_factor": Range("--deadline-factor", 1, 10**4, "times the prediction"),
     "setup_timeout_s": Range("--setup-timeout-s", 0.001, YEAR_S, "seconds"),
     "master_timeout_s": Range("--master-timeout-s", 1, YEAR_S, "seconds"),
 }

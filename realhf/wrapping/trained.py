@@ -166,8 +166,8 @@ class OsdpModule:
         for name, gradient in self._gradients.items():
             if self._parameters[name].grad is not gradient:
                 raise RuntimeError(
-                    f"the gradient of {name} was dropped or replaced; use zero_grad() and step() of what realhf.osdp "
-                    "gave, not those of the model or the optimizer, and no create_graph"
+                    f"the gradient of {name} was dropped or replaced; use zero_grad() and step() of the result "
+                    "of realhf.osdp, not those of the model or the optimizer, and no create_graph"
                 )
 
     def _norm(self) -> float:

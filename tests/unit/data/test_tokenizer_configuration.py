@@ -174,7 +174,7 @@ def test_special_tokens_are_not_normalized(folder: Path) -> None:
 )
 def test_added_tokens_that_are_none(config: dict[str, Any], why: str, folder: Path) -> None:
     says = refusal(folder, **config)
-    assert says.startswith(f"tokenizer {folder}/tokenizer.json: its added tokens are none ({why}")
+    assert says.startswith(f"tokenizer {folder}/tokenizer.json: its added tokens cannot be read ({why}")
     assert says.endswith(
         "); correct added_tokens_decoder and the special tokens of tokenizer_config.json, or take that file away"
     )

@@ -121,7 +121,7 @@ BAD_GROUPS = {
     "of a home with other degrees": (
         trained_with(dp=1, tp=4),
         {"dp": 2, "pp": 2, "micro_dp": (2, 1)},
-        "actor_generate: with micro_dp=[2, 1] its dp2 tp1 pp2 micro-dp2x1 does not hold",
+        "actor_generate: with micro_dp=[2, 1], dp2 tp1 pp2 micro-dp2x1 does not contain",
     ),
     "with a remedy": (
         trained_with(dp=1, tp=2, pp=2),
@@ -361,7 +361,7 @@ def test_a_plan_is_for_whole_groups_of_samples_and_for_the_protocols_of_its_call
     graph = DataflowGraph([call("m", INFERENCE, ["x"], protocol=RANK_ZERO)], ["x"])
     check_plan(ExecutionPlan(num_devices=1, calls={"m_inference": CallPlan(devices=(0, 1))}), graph, 8)
     two = ExecutionPlan(num_devices=2, calls={"m_inference": CallPlan(devices=(0, 2), dp=2)})
-    with pytest.raises(UserError, match="m_inference: protocol RANK_ZERO is not what 3D_PROTO is"):
+    with pytest.raises(UserError, match="m_inference: protocol RANK_ZERO differs from 3D_PROTO"):
         check_plan(two, graph, 8)
 
 
