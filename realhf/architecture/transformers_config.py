@@ -50,8 +50,8 @@ class TransformersConfig(DecoderConfig):
 
 
 def check_backend(name: str, model: DecoderConfig, backend: str) -> None:
-    """Raises UserError where the backend does not compute such a model: `transformers` computes what its own config
-    describes, every other one what this project's does."""
+    """Raises UserError where the backend does not compute such a model: `transformers` computes models of its own
+    config, every other backend those of this project's."""
     if isinstance(model, TransformersConfig) and backend != BACKEND and ":" not in backend:
         family = msgspec.json.decode(model.config).get("model_type")
         raise UserError(

@@ -36,7 +36,7 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         special_tokens: the tokenizer's special tokens by name (`bos_token`), which templates write.
-        date: what `strftime_now` formats, as YYYY-MM-DD.
+        date: the date that `strftime_now` formats, as YYYY-MM-DD.
 
     Raises:
         TemplateError: the text is no template.
@@ -58,7 +58,7 @@ class ChatTemplate:
         return self._render(self._plain, messages, add_generation_prompt)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and what the template marks as the assistant's: places (begin, end) in the text.
+        """The text of a chat, and the parts that the template marks as the assistant's: (begin, end) in the text.
 
         Raises:
             TemplateError: the template raises, or the chat has the characters that are used as marks.
@@ -103,7 +103,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} of transformers, around what an assistant has written."""
+    """The tag {% generation %} of transformers, around the text of an assistant."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 

@@ -1,5 +1,5 @@
-"""`inputs.json`: what a run reads from outside of its directory, by the digests of the files. A run goes on with the
-inputs it began with. No torch here."""
+"""`inputs.json`: the files that a run reads from outside its directory, by their digests. A run goes on with the inputs
+it began with. No torch here."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ Files = dict[str, InputFile]  # by path, as the experiment gives it
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """By what they are for ("data set"), the files that a run reads."""
+    """The files that a run reads, by purpose ("data set")."""
 
     files: dict[str, Files]
     format: str = FORMAT
@@ -72,8 +72,8 @@ def check_inputs(run: Run, directory: RunDirectory) -> None:
 
 
 def inputs_of(run: Run) -> dict[str, Files]:
-    """By what they are for, the files that a start of the run reads: not the checkpoints of models that come from the
-    run's own, nor the rollouts of steps that are made. Raises UserError if a file cannot be read."""
+    """By purpose, the files that a start of the run reads, without the checkpoints of models that come from the run's
+    own, and without rollouts of finished steps. Raises UserError if a file cannot be read."""
     found: dict[str, Files] = {}
     try:
         for what, paths, digest in _read(run):

@@ -1,4 +1,4 @@
-"""Shows what a model will see of a file: `python -m realhf.data.look KIND --path FILE --tokenizer DIR`.
+"""Shows a file as a model will see it: `python -m realhf.data.look KIND --path FILE --tokenizer DIR`.
 
 KIND is `prompts`, `examples` or `pairs`; the options are those of the data sets. After the line that describes the
 data set come its first rows, with special tokens, and with [[ ]] around the tokens in the loss.

@@ -1,4 +1,4 @@
-"""The folder of a miniature task: it appears complete or not at all, and says what made it."""
+"""The folder of a miniature task: it appears complete or not at all, and its manifest says how it was made."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def ensure_folder(data_dir: str | Path, manifest: Mapping[str, object], write: C
     The folder appears complete or not at all, also when several processes make it at once.
 
     Raises:
-        UserError: the folder holds something else, or what another manifest says.
+        UserError: the folder holds something else, or the data of another manifest.
     """
     target = Path(data_dir)
     if target.is_dir() and any(target.iterdir()):

@@ -1,4 +1,4 @@
-"""A data set of text: options, the check of all rows, and what reads them. No torch here.
+"""A data set of text: options, the check of all rows, and their reader. No torch here.
 
 A row of a file becomes a draft (texts, `realhf.data.drafts`), a draft becomes tokens (`realhf.data.encoding`), and
 tokens become the keys that calls read. `realhf.data.datasets` has the kinds.
@@ -31,7 +31,8 @@ from realhf.data.tokenizer import TextTokenizer, Tokens, tokenizer_files
 class TextDataset(DataOptions, ABC):
     """Rows of text with a tokenizer; every worker must see the files of both.
 
-    path: JSONL or parquet, a folder or a pattern (`data/train-*.parquet`) of such files, or what `datasets` saved.
+    path: JSONL or parquet, a folder or a pattern (`data/train-*.parquet`) of such files, or a folder saved by
+        `datasets`.
     tokenizer: the directory of a model, or a tokenizer.json.
     """
 
@@ -64,7 +65,7 @@ class TextDataset(DataOptions, ABC):
         """The value of every key."""
 
     def open(self) -> "OpenDataset":
-        """The rows, and what reads them. Raises UserError for whatever is wrong before the first row."""
+        """The rows with their reader. Raises UserError for any fault before the first row."""
         return OpenDataset(self)
 
     def check(self) -> DatasetExtent:
@@ -208,7 +209,7 @@ class OpenDataset:
         return tokenizer.end_tokens[0]
 
 
-# --- What all rows have.
+# --- Facts of all rows.
 
 
 @dataclass(frozen=True)

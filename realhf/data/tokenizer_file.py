@@ -1,4 +1,4 @@
-"""A tokenizer.json from outside: what it asks of the library is looked at before, since some of it never ends."""
+"""A tokenizer.json from outside. It is checked before the library gets it, since some files never end."""
 
 import re
 from collections.abc import Iterator

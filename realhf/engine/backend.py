@@ -1,4 +1,4 @@
-"""The seam between a worker and the engine: what a worker asks of a model, whichever backend computes it.
+"""The seam between a worker and the engine: the interface of a model for the worker, whichever backend computes it.
 
 To add a backend, write a class that is made from a `ModelSpec` and has the methods of `EngineModel`, and list it in
 `realhf.api.backends.BACKENDS`.
@@ -85,7 +85,7 @@ class EngineModel(Model, Protocol):
         """
 
     def close(self) -> None:
-        """Gives back what the model keeps between calls, before process groups end."""
+        """Frees the resources that the model keeps between calls, before process groups end."""
 
 
 def build_model(backend: str, spec: ModelSpec) -> EngineModel:

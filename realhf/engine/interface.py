@@ -47,7 +47,7 @@ class GenerationRequest:
     limits: the longest response of each sample, where it is below `options.max_new_tokens`.
     return_logits: whether to give back the logits of every drawn token.
     is_end: finds `options.stop_strings` in a response, because the engine knows no text.
-    planned_graphs: what the plan says of graphs of decode steps, where the options leave it open.
+    planned_graphs: how long graphs of decode steps live by the plan, where the options leave it open.
     """
 
     options: GenerationOptions
@@ -101,8 +101,8 @@ class Model(Protocol):
     ) -> dict[str, list[Tensor]]:
         """Runs the model without gradients on `batch.data[tokens_key]`.
 
-        Returns what `postprocess` gave, concatenated over the micro-batches, on the ranks of the
-        last pipeline stage; {} elsewhere. The head's output is the same on all ranks there.
+        Returns the results of `postprocess`, concatenated over the micro-batches, on the ranks of the last pipeline
+        stage; {} elsewhere. The head's output is the same on all ranks there.
         """
 
     def train_step(
@@ -136,9 +136,9 @@ class Context(Protocol):
     samples_per_prompt: int
     """Samples i * samples_per_prompt to (i + 1) * samples_per_prompt - 1 are responses to one prompt, for every i."""
     state: dict[str, float]
-    """Numbers that the call keeps from step to step, such as an adaptive coefficient: none in the first step, then what
-    the step before has left. Checkpoints have them, so a resumed run goes on with them. All ranks have to leave the
-    same ones: at most 64, finite. Calls of an evaluation keep none."""
+    """Numbers that the call keeps from step to step, such as an adaptive coefficient: none in the first step, then
+    those that the step before has left. Checkpoints have them, so a resumed run goes on with them. All ranks have to
+    leave the same ones: at most 64, finite. Calls of an evaluation keep none."""
 
     def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of the data set that the samples `ids` have, with all their fields: answers, test cases and whatever

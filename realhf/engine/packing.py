@@ -1,4 +1,4 @@
-"""Micro-batches as the decoder computes them: sequences packed end to end, and what they begin with alike only once."""
+"""Micro-batches as the decoder computes them: sequences packed end to end, with common prefixes only once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ def pack_micro_batch(
 ) -> PackedMicroBatch:
     """Packs tensors [length] of tokens; none may be empty.
 
-    With `shares_prefixes`, on the CPU: what neighbours begin with alike (the prompt of a group of responses) is
-    computed once. The gradient of such a token is the sum over its sequences, as it is without sharing.
+    With `shares_prefixes`, on the CPU: a common prefix of neighbours (the prompt of a group of responses) is computed
+    once. The gradient of such a token is the sum over its sequences, as it is without sharing.
     """
     if shares_prefixes and device.type == "cpu" and (prefixes := shared_prefixes(sequences)):
         return _pack_with_prefixes(sequences, prefixes)
@@ -106,8 +106,8 @@ def shared_prefixes(sequences: Sequence[Tensor]) -> list[SharedPrefix]:
 
 
 def _pack_with_prefixes(sequences: Sequence[Tensor], prefixes: Sequence[SharedPrefix]) -> PackedMicroBatch:
-    """Padding, then whole sequences and prefixes in order of length, then what follows the prefixes, in order of the
-    prefix's length and of its own."""
+    """Padding, then whole sequences and prefixes in order of length, then the rests behind prefixes, in order of the
+    prefix's length and of their own."""
     shared = {place: prefix for prefix in prefixes for place in prefix.members}
     pieces = [(len(sequence), False, i) for i, sequence in enumerate(sequences) if i not in shared]
     pieces += [(prefix.length, True, prefix.members[0]) for prefix in prefixes]

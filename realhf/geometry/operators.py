@@ -78,7 +78,7 @@ def slice_modes(model: DecoderConfig, rules: ModeRules) -> Mapping[str, tuple[Mo
     """The modes of every operator's slices.
 
     Raises:
-        UserError: a rule names no operator, or asks for what an operator cannot do.
+        UserError: a rule names no operator, or a mode that an operator does not have.
     """
     known = operators(model)
     modes = dict.fromkeys(known, _DEFAULT)

@@ -1,4 +1,4 @@
-"""Which pass every pipeline stage runs when, and with whom it exchanges what. Numbers only; no torch here.
+"""The order of passes of every pipeline stage, and its messages. Numbers only; no torch here.
 
 With one model chunk a stage this is 1F1B (PipeDream-Flush), with more of them interleaved 1F1B (Narayanan et al.,
 2021, section 2.2). Chunk c of stage s is *virtual stage* c * pp + s: hidden states go from each to the next, so from

@@ -56,7 +56,7 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model lies: a layout, and what data parallelism divides there."""
+    """The placement of a model: a layout, and the state that data parallelism divides there."""
 
     layout: Layout
     data_parallel: DataParallel = "zero1"
@@ -218,7 +218,7 @@ def counted_range(model: DecoderConfig, layout: Layout, device: int, unit: Unit)
 def counted_slices(
     model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
 ) -> list[slice]:
-    """Where the counted parts lie in the vector of what this rank updates of all units, end to end; one of each."""
+    """Places of the counted parts in the vector of all updated parts of this rank, end to end; one of each."""
     if _divides_dimensions(model, layout, data_parallel):
         box, start = _dimension_shards(model, layout, device)[-1]
         return [slice(0, start + box.size)]
@@ -239,7 +239,8 @@ def shard_boxes(
     *,
     only_counted: bool = False,
 ) -> list[tuple[Box, int]]:
-    """The boxes of what this rank updates of all units, each with its offset in the vector of these parts, end to end.
+    """The boxes of the parts of all units that this rank updates, each with its offset in the vector of these parts,
+    end to end.
 
     torch's `fully_shard` divides a model of `transformers`: each parameter along one of its dimensions.
 

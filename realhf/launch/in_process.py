@@ -43,7 +43,7 @@ class InProcessLauncher(Launcher):
     """Runs `in_process` of each process's module here, a generator that returns an exit code.
 
     `poll` advances the generators on the calling thread: `breakpoint()` in an interface opens pdb, and `poll` raises
-    what an interface raises. The master's has a thread of its own. The modules set the deadlines to a week.
+    the exceptions of interfaces. The master's has a thread of its own. The modules set the deadlines to a week.
     """
 
     uses_terminal = True

@@ -20,7 +20,7 @@ UNKNOWN_RETURNCODE = 255
 class Exit:
     """How a process ended: with an exit code, or -N if signal N killed it (as in subprocess).
 
-    `note` is what the cluster says about it, such as a node failure.
+    `note` is the cluster's reason, such as a node failure.
     """
 
     name: str
@@ -80,7 +80,8 @@ class Launcher(Protocol):
         """Ends the remaining processes: asks them (SIGTERM), and kills them after `grace_s`. Returns when all have
         ended.
 
-        May be called at any time; `poll` does not report what it ended. Raises RunError where that cannot be ended.
+        May be called at any time; `poll` does not report the processes that it ended. Raises RunError where that cannot
+        be ended.
         """
         raise NotImplementedError
 
@@ -134,7 +135,7 @@ def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:
     """The class that `--launcher name` means: a name of `LAUNCHERS`, or `MODULE:CLASS` from elsewhere.
 
     MODULE is a file (`my_launcher.py`), an installed module, or one in `folder`, the experiment's. Raises UserError if
-    there is no such launcher, module or class, or the class lacks what a launcher needs.
+    there is no such launcher, module or class, or the class lacks members of a launcher.
     """
     module, _, cls = LAUNCHERS.get(name, name).rpartition(":")
     if not (module and cls):

@@ -22,7 +22,7 @@ from realhf.machine.gpus import Gpu
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.02
-# Marks all that descends from one launcher, also what left its process group or lost its parent.
+# Marks all descendants of one launcher, also those that left its process group or lost their parent.
 _LAUNCH_VARIABLE = "REALHF_LAUNCH_ID"
 
 

@@ -17,7 +17,8 @@ WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
 
 # The exit code of `Job.again` where there is nothing left to do.
 AGAIN_ENDED = 3
-# The exit code of a worker that has told the master what failed. A worker that ends with another one died silently.
+# The exit code of a worker that has reported its failure to the master. A worker that ends with another one died
+# silently.
 TOLD_RETURNCODE = 86
 # The exit code of a worker that has not heard its master for too long. The cause is elsewhere.
 MASTERLESS_RETURNCODE = 87
@@ -117,7 +118,7 @@ def processes_of(
 
 
 def workers_of(module: str, directory: RunDirectory, count: int, threads: int, **env: str) -> tuple[ProcessSpec, ...]:
-    """Workers that run a Python module on a directory, with `env` beside what every process gets."""
+    """Workers that run a Python module on a directory, with `env` added to the environment of every process."""
     argv, env = python_command(module, str(directory.path)), {**process_environment(threads), **env}
     return tuple(ProcessSpec(name=worker_name(index), argv=argv, env=env) for index in range(count))
 

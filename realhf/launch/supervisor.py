@@ -127,7 +127,7 @@ class _SignsOfLife:
 
 
 def _is_settled(exits: dict[str, Exit]) -> bool:
-    """Whether the cause is known: a process was killed, or the master has written down what failed."""
+    """Whether the cause is known: a process was killed, or the master has written down the failure."""
     return any(end.is_killed for end in exits.values()) or MASTER in exits
 
 
@@ -144,7 +144,7 @@ def _is_silent(end: Exit) -> bool:
 
 
 def _explain(bad: Sequence[Exit], directory: RunDirectory, launcher: Launcher) -> RunError:
-    """The most telling of several bad ends: the silent ones, else what the master heard, else all.
+    """The most telling of several bad ends: the silent ones, else the failure that the master reported, else all.
 
     Among silent ends, only those like the first count: the others may be a consequence.
     """

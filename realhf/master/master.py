@@ -1,4 +1,4 @@
-"""The master worker: waits for the workers, runs the plan step by step, and records what happened."""
+"""The master worker: waits for the workers, runs the plan step by step, and records events."""
 
 import asyncio
 import contextlib
@@ -188,7 +188,7 @@ class Master:
         self._why_early = f"ended after step {step}, {request.in_words}"
 
     async def _check_inputs(self) -> None:
-        """Raises RunError if what the run reads has changed since it began, as it may while a job waits."""
+        """Raises RunError if inputs of the run have changed since it began, as they may while a job waits."""
         if not self._directory.inputs.exists():  # an older version made the run
             return
         try:
@@ -197,7 +197,8 @@ class Master:
             raise RunError(str(error)) from None
 
     def _record_setup(self) -> None:
-        """Records how far the start is: how many workers are there, and what the first one that is not ready does."""
+        """Records the progress of the start: the number of connected workers, and the activity of the first one that is
+        not ready."""
         texts = [f"setup: {self._signs.num_heard} of {self._num_workers} workers connected, {len(self._ready)} ready"]
         busy = (worker for worker in range(self._num_workers) if worker not in self._ready)
         doing = ((worker, self._signs.activity(worker, "").removeprefix("setup: ")) for worker in busy)

@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         self.trains_layer: Callable[..., Tensor] | None = None
         # As `trains_layer`, in passes without gradients.
         self.infers_layer: Callable[..., Tensor] | None = None
-        # Whether what sequences begin with alike may be computed once (`realhf.models.prefixed_attention`).
+        # Whether common prefixes of sequences may be computed once (`realhf.models.prefixed_attention`).
         self.shares_prefixes = all(config.window(layer) is None for layer in range(config.num_layers))
         self.chunks = chunk_layers(config.num_layers, strategy, groups.stage)
         self.model = _Trunk(config, chain(*self.chunks), strategy.tp, groups)

@@ -1,6 +1,6 @@
 """Models of `transformers`: built without values, filled with random ones, read from and written to its directories.
 
-`python -m realhf.models.transformers_models` says what a config.json describes; see
+`python -m realhf.models.transformers_models` describes the model of a config.json; see
 `realhf.architecture.transformers_config`. Code of a checkpoint's own is never executed.
 """
 

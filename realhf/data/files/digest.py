@@ -1,4 +1,4 @@
-"""Digests of files: of what a run reads, and of what a cache was made from."""
+"""Digests of files: the inputs of a run, and the sources of a cache."""
 
 import hashlib
 import os

@@ -118,7 +118,7 @@ class Scheduler:
         before = self.preemptions
         grown = self._grow()
         step = Step(list(self.running), grown=grown)
-        if self.preemptions == before:  # else what was just taken away would be given to another
+        if self.preemptions == before:  # else the freed pages would go to another sequence
             self._admit(step)
         assert step.rows, "a budget that holds the longest sequence lets at least one run"
         self._step = step

@@ -46,7 +46,7 @@ def generate(
     Args:
         decoder: this rank's part of a model with a language-model head.
         batch: the samples of this data-parallel group.
-        request: what to generate.
+        request: lengths, sampling and the end of responses.
         workspace: of the calls before, for this decoder; else the pages of the KV cache are freed at the end.
 
     Returns:
@@ -75,7 +75,7 @@ def generate(
     )
     if not groups.holds_outputs:
         return GenerationOutput(), report
-    # Outside of inference mode, so that training may differentiate through what it computes from these.
+    # Outside of inference mode, so that training may differentiate through results from these.
     prompts = batch.data[request.prompt_key]
     outputs = [each.output(prompts[run.start : run.stop]) for each, run in zip(batches, runs, strict=True)]
     return concatenated(outputs), report
@@ -160,7 +160,7 @@ def _running_batch(
 
 
 def check_request(decoder: Decoder, batch: Batch, request: GenerationRequest) -> None:
-    """Raises what `generate` says of a batch and a request that do not fit the model."""
+    """Raises the errors of `generate` for a batch and a request that do not fit the model."""
     prompts, options, forced, limits = batch.data[request.prompt_key], request.options, request.forced, request.limits
     assert decoder.config.head == "lm", "generation needs a language-model head"
     if len(decoder.chunks) > 1:

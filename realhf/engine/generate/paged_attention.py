@@ -20,7 +20,7 @@ _USUAL_HEAD_DIM = 128
 class DecodeRows:
     """The sequences that get one more token.
 
-    `table` [rows, pages] int32 lists the pages of each in order (what lies behind its last page is not looked at) and
+    `table` [rows, pages] int32 lists the pages of each in order (entries behind the last page are not read) and
     `lengths` [rows] the tokens in the cache, without the new one, in the kernels' `lengths_dtype`.
     """
 
@@ -29,11 +29,12 @@ class DecodeRows:
 
 
 class PagedKernels(Protocol):
-    """How keys and values lie in pages, and what works on them there. `keys` and `values` are one layer's pages.
+    """The layout of keys and values in pages, and the kernels that work on them. `keys` and `values` are one layer's
+    pages.
 
     page: tokens in a page.
     lengths_dtype: of `DecodeRows.lengths`.
-    reads_behind: what lies in a page behind its sequence's end is read, and must be finite.
+    reads_behind: numbers in a page behind its sequence's end are read, and must be finite.
     gathers: the work grows with the width of the table, not with the lengths of the sequences.
     """
 

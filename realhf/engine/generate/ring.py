@@ -14,7 +14,7 @@ from realhf.parallel.waiting import Waits
 
 @dataclass(frozen=True)
 class _Message:
-    """A tensor on its way; `what` says for an error what was waited for and on whom."""
+    """A tensor on its way; `what` names the message and the peer, for errors."""
 
     tensor: Tensor
     work: dist.Work

@@ -1,4 +1,4 @@
-"""Sequences that are generated together: carries out on this stage what their scheduler decides."""
+"""Sequences that are generated together: carries out the decisions of their scheduler on this stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

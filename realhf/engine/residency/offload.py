@@ -92,7 +92,7 @@ class HostCopy:
         self._stream = torch.cuda.Stream(self._vectors[0].device) if self._is_cuda else None
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        """Within it copies are queued behind what the device was asked for so far."""
+        """Inside it copies are queued behind the work that the device already has."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._vectors[0].device))

@@ -1,8 +1,8 @@
 """Agreement of the ranks of a data-parallel group on their next collectives, before they start them.
 
 Which units a pass uses, and in which order, depends on data: an operator may be skipped, a loss may have no term. Ranks
-that each went by their own order would mix the shards of one unit with those of another. So every rank says what it is
-about to do, all do everything that any of them said, and a rank whose pass has ended takes part until all have ended.
+that each went by their own order would mix the shards of one unit with those of another. So every rank announces its
+next operations, all ranks do all announced operations, and a rank whose pass has ended takes part until all have ended.
 """
 
 import zlib
@@ -45,7 +45,7 @@ class Point(IntEnum):
                 return f"in {self.name.lower()}()"
 
 
-# Gives what every rank says, by rank, for what this rank says.
+# Sends the numbers of this rank, and returns those of every rank, by rank.
 Exchange = Callable[[list[int]], list[list[int]]]
 # Takes part in an operation; the flag says whether this rank asked for it.
 TakePart = Callable[[Operation, bool], None]

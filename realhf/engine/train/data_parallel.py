@@ -32,7 +32,7 @@ class Parameters(Protocol):
     decoder: computes with them, within `computing` or `whole`.
     flat: all that this rank keeps, a vector.
     updated: the parts of it that this rank updates, one after the other the boxes of `shard_boxes`.
-    gradient: what backward passes add up to, a vector like `flat`, after `attach_gradients`; arbitrary between steps.
+    gradient: the sums of backward passes, a vector like `flat`, after `attach_gradients`; arbitrary between steps.
     """
 
     data_parallel: DataParallel

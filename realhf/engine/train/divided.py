@@ -28,7 +28,7 @@ class DividedParameters:
     updated: the parts of `flat` that this rank updates.
     gathered: the units that are sharded.
     gathering: when these have memory; None where there are none, and before `connect`.
-    gradient: what backward passes add up to, a vector like `flat`, after `attach_gradients`.
+    gradient: the sums of backward passes, a vector like `flat`, after `attach_gradients`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DividedParameters:
             gathered.free()
 
     def attach_gradients(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
-        """From now on backward passes add gradients of `dtype` to what `reduce_gathered` and `reduce_others`
+        """From now on backward passes add up gradients of `dtype`, which `reduce_gathered` and `reduce_others`
         complete."""
         self.gradient = torch.zeros_like(self.flat, dtype=dtype)
         for unit, kept in self.kept.items():

@@ -29,7 +29,7 @@ class GatheredUnit:
     """Parameters that are gathered, freed and reduced together."""
 
     def __init__(self, layout: FlatLayout, shard: Tensor):
-        """`shard`: what this rank keeps of the unit, a view."""
+        """`shard`: this rank's part of the unit, a view."""
         self.shard = shard
         self.arena = Arena(layout, shard.dtype, shard.device)
         self.views = self.arena.views()  # made while there is memory, and good for all that comes later
@@ -40,7 +40,7 @@ class GatheredUnit:
 
     def start_gather(self, group: dist.ProcessGroup) -> None:
         self.arena.allocate()
-        # Past autograd's version counter: what it saved of the unit is the same again.
+        # Past autograd's version counter: the saved values of the unit are the same again.
         flat = self.arena.flat.data
         flat.chunk(group.size())[group.rank()].copy_(self.shard)
         self._arriving = start_all_gather(flat, group)
@@ -54,7 +54,7 @@ class GatheredUnit:
         self.arena.free()
 
     def reduce_gradients(self, group: dist.ProcessGroup) -> None:
-        """Adds the sum over the group to the shard's gradient, and frees what the parameters have."""
+        """Adds the sum over the group to the shard's gradient, and frees the parameters' own gradients."""
         assert self.gradient is not None
         self.gradient.add_(reduce_scatter(self._whole_gradient(self.gradient), group))
 
@@ -176,7 +176,7 @@ class Gathering:
                 )
 
     def forget_gradients(self) -> None:
-        """Drops what a backward pass that failed has left."""
+        """Drops the leftovers of a backward pass that failed."""
         for unit in self._in_order:
             for parameter in unit.parameters.values():
                 parameter.grad = None
@@ -205,7 +205,7 @@ class Gathering:
                 output.register_hook(come_to)
 
     def meet(self, point: Point) -> None:
-        """Returns when no rank needs this one before what follows."""
+        """Returns when no rank needs this one before the next operation."""
         with _disable_current_modes():  # as in `_use`
             self._agreement.meet(point)
 
@@ -276,7 +276,7 @@ class Gathering:
         self._gathered[unit] = None
 
     def _lend(self, unit: GatheredUnit) -> None:
-        """Takes part in a gather that this rank does not need; a unit that is there gets what it has."""
+        """Takes part in a gather that this rank does not need; a unit that is already gathered gets the same values."""
         unit.wait()
         unit.start_gather(self._group)
         unit.wait()

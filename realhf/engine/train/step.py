@@ -76,8 +76,8 @@ class _Sums:
 
 
 class Trainer:
-    """The training state of one rank's part of a model: the optimizer of what this data-parallel rank updates of the
-    parameters (ZeRO: Rajbhandari et al., 2020, section 5)."""
+    """The training state of one rank's part of a model: the optimizer of the parameters that this data-parallel rank
+    updates (ZeRO: Rajbhandari et al., 2020, section 5)."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class Trainer:
         """The optimizer's vectors as boxes of their parameters, views to be read or written in place: `NAME@exp_avg`,
         `NAME@exp_avg_sq` and, where parameters are below float32, `NAME@master`.
 
-        They cover what this rank updates, so that a parameter may have several boxes here or none; with `only_counted`,
-        the part of it that no other rank has (`counted_range`).
+        They cover the elements that this rank updates, so a parameter may have several boxes here or none; with
+        `only_counted`, the part of it that no other rank has (`counted_range`).
         """
         groups = self.decoder.groups
         boxes = shard_boxes(

@@ -189,7 +189,7 @@ class SubmittedJob:
         return folder if self._start != self._ended_start and folder.is_dir() else None
 
     def _is_last_start(self) -> bool:
-        """Whether tasks that have ended well were the job's last: it may start once more for what it has saved."""
+        """Whether tasks that have ended well were the job's last: it may start once more from its checkpoint."""
         if self._state.is_over:
             return True
         if (self._directory.exits / self._start / MASTER).exists():

@@ -1,4 +1,4 @@
-"""Why a job cannot be had: the settings that a cluster does not offer, by name, and what it offers in their place."""
+"""Why a job cannot run: the settings that a cluster does not offer, by name, and its alternatives."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _MB = {"K": 2**-10, "": 1, "M": 1, "G": 2**10, "T": 2**20}
 
 
 def refusal(said: str, options: SlurmOptions, job: Job, offer: Offer) -> str:
-    """For the user, of what SLURM has `said`."""
+    """The text for the user, from SLURM's message `said`."""
     wrong = list(unmet(options, job, offer))
     text = f"SLURM refused the job: {said}"
     if wrong:
@@ -59,7 +59,7 @@ def unmet(options: SlurmOptions, job: Job, offer: Offer) -> Iterator[str]:
 
 
 def unknown_names(options: SlurmOptions, offer: Offer) -> Iterator[str]:
-    """As `unmet`, of what can be judged without a job."""
+    """As `unmet`, for settings that can be checked without a job."""
     for partition in (options.partition or "").split(","):
         if partition and offer.partitions and partition not in offer.partitions:
             yield f"--partition {partition}: the cluster has {', '.join(offer.partitions)}"

@@ -63,8 +63,8 @@ class Carrier(Protocol):
         """
 
     def copy(self, here: Message, there: Message) -> list[Work]:
-        """Within this rank, from the views of one into those of the other, of the same shapes and apart from them. To
-        be waited for like messages: what peers wait for goes first."""
+        """Within this rank, from the views of one into those of the other, of the same shapes and apart from them.
+        Waited for like messages: the parts that peers wait for go first."""
 
 
 class UnpostedError(RuntimeError):
@@ -204,7 +204,7 @@ def _posting(messages: Sequence[Message]) -> Iterator[None]:
 
 
 def wait_for(works: Sequence[Work], label: str, timeout_s: float) -> None:
-    """Waits until all of them are done, or as their `waits` do: what the current stream does next is behind them.
+    """Waits until all of them are done, or as their `waits` do: later work of the current stream comes after them.
 
     Raises:
         ReallocationError: a peer did not answer within `timeout_s`, or died.

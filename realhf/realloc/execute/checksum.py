@@ -44,7 +44,7 @@ def _factors(first: int, words: Tensor) -> Tensor:
     words adds 2^n (f + g) or 2^n (f - g) with n < 32, which is not 0 modulo 2^64 either. The factors are in mixed
     order: with 1, 3, 5, ... many equal changes, such as of all signs, would cancel out.
     """
-    # Products with odd numbers modulo 2^31, and the shift between them, can be undone: what differs still does.
+    # Products with odd numbers modulo 2^31, and the shift between them, can be undone: different inputs stay different.
     mixed = torch.arange(first, first + words.numel(), device=words.device)
     mixed.mul_(0x2545F491).bitwise_and_(0x7FFFFFFF)
     mixed.bitwise_xor_(mixed >> 15)

@@ -1,8 +1,8 @@
 """Plans a parameter reallocation: which box travels from which device to which, in which bucket.
 
 Pure and deterministic, no torch: every rank computes the same plan from the same two tables of boxes, the search
-counts bytes with it, the executor runs it. Each byte that a device lacks is received exactly once, what a device
-already holds never crosses the network (ReaL, section 5.3 "redistribution", for boxes of any shape).
+counts bytes with it, the executor runs it. Each byte that a device lacks is received exactly once; bytes that a device
+already holds never cross the network (ReaL, section 5.3 "redistribution", for boxes of any shape).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 class DeviceRound:
     """The work of one device in round `index`: by peer, the boxes that it sends and receives, in this order.
 
-    `forwards`: some of what it sends it received in an earlier round.
+    `forwards`: it received some of the sent boxes in an earlier round.
     """
 
     index: int
@@ -127,7 +127,7 @@ def plan_reallocation(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     forwarding: bool = True,
 ) -> ReallocationPlan:
-    """The plan after which every device of `target` holds its boxes, given what the devices of `source` hold.
+    """The plan after which every device of `target` holds its boxes, from the boxes that devices of `source` hold.
 
     A device's own part of a target box is copied locally. For the rest the sender is a holder on the same node
     (devices i * devices_per_node and following; None: one node) or else any holder; among these the one that has
