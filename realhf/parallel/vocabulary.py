@@ -272,8 +272,8 @@ class _Given:
     def gradients(
         self, weight: Tensor, local: Tensor, grad_hidden: Tensor | None, needs_weight: bool, kept: Tensor | None
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Adds to the gradient of `hidden` what comes through a slice of the weight; gives the slice's own, part by
-        part, if that is needed. `kept`: the logits of its last tile."""
+        """Adds to the gradient of `hidden` the part that comes through a slice of the weight; gives the slice's own,
+        part by part, if that is needed. `kept`: the logits of its last tile."""
         hidden = self.hidden
         in_vocab, in_rows = self.tiles(weight)
         for columns in in_vocab:

@@ -1,4 +1,4 @@
-"""Times whole calls of the engine on a short model, to find what the sum of their parts leaves out."""
+"""Times whole calls of the engine on a short model, to find the overhead beyond the sum of their parts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,8 @@ STEPS = 8  # in decoding
 class CallBench:
     """Finds the overheads of a model type's calls; all ranks make it and call it together.
 
-    The head of inference and train_step is scalar: what the vocabulary costs is the head's, and measured there.
+    The head of inference and train_step is scalar: the cost of the vocabulary belongs to the head, and is measured
+    there.
 
     Args:
         data: groups of the layout of data parallelism alone over all ranks.
@@ -138,7 +139,7 @@ class CallBench:
         return model
 
     def _parts_s(self, micro_batches: int) -> tuple[float, float]:
-        """(forward, backward) seconds of what the profile has measured, for one micro-batch."""
+        """(forward, backward) seconds of the parts that the profile has measured, for one micro-batch."""
         lengths = [len(sequence) for sequence in self.batch.split(micro_batches)[0].data["seq"]]
         layer, tokens = self.bench.layer(lengths), sum(lengths)
         others = zip(self.bench.embedding(tokens), self.bench.head(tokens), strict=True)

@@ -34,7 +34,7 @@ def measure_collectives(
     """
     if group is None or group.size() == 1:
         return NO_COSTS
-    # In rounds over everything: what else the machine does comes and goes, and strikes all alike. The first warms up.
+    # In rounds over everything: other work of the machine comes and goes, and disturbs all alike. The first warms up.
     rounds = [
         [_reading(work, size_bytes, group, torch.empty(0, dtype=dtype, device=device), clock)
          for work in COLLECTIVES for size_bytes in SIZES_BYTES]

@@ -1,4 +1,4 @@
-"""Times what a description of hardware says of a device and its links: products, memory, messages, launches."""
+"""Measures the constants of a hardware description: products, memory, messages, launches."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

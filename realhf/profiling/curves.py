@@ -1,4 +1,4 @@
-"""Curves of seconds over sizes, from measurements that noise may spoil: what cannot be true is measured again."""
+"""Curves of seconds over sizes, from noisy measurements: impossible values are measured again."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Floors = Callable[[Sequence[int], Sequence[Sequence[float]]], Sequence[Sequence[
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """A curve that is above zero and never falls, and the sizes at which it is not what was measured."""
+    """A curve that is above zero and never falls, and the sizes at which it differs from the measurement."""
 
     curve: Curve
     noisy: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ def clock_floors(sizes: Sequence[int], curves: Sequence[Sequence[float]]) -> lis
 def backward_floors(
     sizes: Sequence[int], curves: Sequence[Sequence[float]], part: float = LEAST_OF_FORWARD
 ) -> list[list[float]]:
-    """The least seconds of (forward, backward), where backward is what a training takes beyond forward: this `part` of
+    """The least seconds of (forward, backward), where backward is the time of training beyond forward: this `part` of
     the time of forward's operations at the best rate that forward reached."""
     forward, _ = curves
     best_s = min(max(seconds, LEAST_S) / size for size, seconds in zip(sizes, forward, strict=True))

@@ -37,7 +37,7 @@ MAX_SEQUENCES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest(Options):
-    """How and what to measure. Raises UserError if a number is out of its range, or `only` has another word."""
+    """The settings of a measurement. Raises UserError if a number is out of its range, or `only` has another word."""
 
     profiles_dir: Path | None = option(None, "write below this folder (default: where plans look)")
     only: str = option(

@@ -69,11 +69,11 @@ class Stopwatch:
         return self._combine(statistics.median(taken), work, slowest)
 
     def seconds_and_rest(self, part: Work | None, whole: Work | None) -> tuple[float, float]:
-        """(seconds of `part`, what `whole` takes beyond it), means over the ranks that work.
+        """(seconds of `part`, seconds of `whole` beyond it), means over the ranks that work.
 
-        The two are read in turns, and the rest is the median of the differences: what else the machine does
-        comes and goes, and strikes both readings of a turn alike. On a busy machine the rest may still be lost in
-        noise, even negative; `measured_curves` measures it again.
+        The two are read in turns, and the rest is the median of the differences: other work of the machine comes and
+        goes, and disturbs both readings of a turn alike. On a busy machine the rest may still be lost in noise, even
+        negative; `measured_curves` measures it again.
         """
         loops, readings = self._effort(whole)
         turns = [(self._read(part, loops), self._read(whole, loops)) for _ in range(readings)]
@@ -226,7 +226,7 @@ class ModelBench:
 
     @torch.inference_mode()
     def sampling(self, sequences: int, context: int) -> float:
-        """Seconds of what a decode step does once, whatever the number of layers: deciding, inputs, draws, ends."""
+        """Seconds of the work of a decode step that does not grow with the layers: deciding, inputs, draws, ends."""
         if self.groups is None:
             return self.watch.seconds(None)
         options = GenerationOptions(max_new_tokens=_MOST_STEPS, eos_token=-1)
@@ -269,7 +269,7 @@ class ModelBench:
         return paged_kernels(self._hidden(0), self.model.head_dim)
 
     def _forward_and_backward(self, run: Callable[[Tensor], Tensor] | None, x: Tensor | None) -> tuple[float, float]:
-        """Forward as inference does it, and what a pass with gradients takes beyond that."""
+        """Seconds of a forward pass in inference, and of a pass with gradients beyond that."""
         if run is None or x is None:
             return self.watch.seconds_and_rest(None, None)
         if x.is_floating_point():

@@ -1,4 +1,4 @@
-"""The workers of all nodes of a profile, together: what they run on, and the network between them."""
+"""The workers of all nodes of a profile, together: their hardware, and the network between them."""
 
 import os
 import socket
@@ -40,9 +40,9 @@ class Network:
 
 
 def on_found(job: ProfileJob, rank: int, device: torch.device) -> ProfileJob:
-    """The job on this worker's device: with the name of the hardware, and without what was measured of it before.
+    """The job on this worker's device: with the name of the hardware, and without constants that were measured before.
 
-    Raises UserError if the device is not what was described.
+    Raises UserError if the device differs from the description.
     """
     check_device(job.described, rank, device)
     if job.hardware:

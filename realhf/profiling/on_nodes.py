@@ -99,7 +99,7 @@ def _supervised(job: ProfileJob, directory: RunDirectory, measuring: Measuring) 
 
 
 def _taken(job: ProfileJob, results: Path, root: Path | None) -> tuple[Hardware, tuple[Path, ...]]:
-    """Puts what the nodes have written where plans look for it."""
+    """Moves the profiles of the nodes to the place where plans look for them."""
     hardware = job.described or read_hardware(results / LEFT_FILE)
     profiles = []
     for target in job.targets:

@@ -1,4 +1,5 @@
-"""Measures what the cost model of the planner needs: `python -m realhf.profiling.profiler RUN_DIR`, a process a device.
+"""Measures the constants and timings of the planner's cost model: `python -m realhf.profiling.profiler RUN_DIR`, a
+process a device.
 
 All ranks measure at the same time, because that is how a run loads the machine.
 """
@@ -153,7 +154,7 @@ class Profiler:
         return MeasuredConstants(hardware=self.job.hardware, constants=found, measured=self._circumstances())
 
     def _measure(self, target: ProfileTarget) -> LayerProfile:
-        """The profile of a model type, without what `profiles` measures of the machine once."""
+        """The profile of a model type, without the timings that `profiles` measures once for the machine."""
         spread: dict[ProfilePart, float] = {}
         self.watch.take_spread()
         tensor = tuple(self._tensor(target, tp) for tp in self.layouts if _is_legal(target.model, tp))
@@ -378,7 +379,7 @@ def _head_name(tp: int) -> str:
 
 def carry_out(job: ProfileJob, directory: RunDirectory, rank: int, set_activity: Callable[[str], None]) -> None:
     """This rank's part of a job: first the network between nodes, if it is asked for, then on the first node the rest.
-    Rank 0 writes what was found."""
+    Rank 0 writes the results."""
     set_activity("joining the other workers")
     device = own_device()
     job, network = on_found(job, rank, device), None

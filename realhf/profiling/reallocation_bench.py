@@ -40,7 +40,7 @@ def reallocation(
 ) -> ReallocationTimings:
     """The time of moving a model from the first to the second of a pair; all ranks call it together.
 
-    From FEW and MANY layers: what does not grow with them is the latency.
+    From FEW and MANY layers: the time that does not grow with them is the latency.
     """
     dtype = getattr(torch, target.dtype)
     works, size_bytes = [], []

@@ -1,4 +1,4 @@
-"""Measures what a call costs without its computation: request, gathering inputs, keeping outputs, reply."""
+"""Measures the cost of a call without its computation: request, gathering inputs, keeping outputs, reply."""
 
 import asyncio
 import statistics

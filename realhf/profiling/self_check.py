@@ -1,4 +1,4 @@
-"""Small jobs by which `realhf doctor` tries what runs rest on, on this machine's devices: groups, reallocation, graphs.
+"""Small jobs by which `realhf doctor` checks the basis of runs on this machine's devices: groups, reallocation, graphs.
 
 One rank of a check: `python -m realhf.profiling.self_check CHECK BACKEND RANK SIZE STORE`. It prints a line
 `found: ...` and ends with exit code 0, or raises.
@@ -46,7 +46,7 @@ def check_groups(rank: int, size: int, device: torch.device) -> str:
     """Sums, reduce-scatters and gathers in the groups of dp, tp and pp, and a message to every next rank.
 
     Raises:
-        ArithmeticError: a result is not what was computed by hand.
+        ArithmeticError: a result differs from the one computed by hand.
     """
     layouts = _layouts(size)
     table = GroupTable(layouts, rank, TIMEOUT_S, waits=waits_on(device, end_process))

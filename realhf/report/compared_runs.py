@@ -1,4 +1,4 @@
-"""Several runs in one HTML page: figures side by side, what differs in the experiments, curves together."""
+"""Several runs in one HTML page: figures side by side, differences between the experiments, curves together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape

@@ -1,4 +1,4 @@
-"""The memory of every worker: what it measured, what was predicted, and the limit."""
+"""The memory of every worker: measured, predicted, and the limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -155,7 +155,7 @@ def missing_protections() -> list[str]:
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Resource limits by their names, none above what the process has."""
+    """Resource limits by their names, none above the limits of the process."""
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(number)

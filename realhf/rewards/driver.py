@@ -52,7 +52,7 @@ class Driver(threading.Thread):
 
     Args:
         begin: names the functions.
-        log: takes what functions print.
+        log: takes the output of functions.
     """
 
     def __init__(self, name: str, begin: Begin, parts: "queue.SimpleQueue[Parts | None]", log: IO[bytes]):
@@ -236,7 +236,7 @@ class _Process:
         poll.register(self._output, select.POLLIN)
         if self._unsent:
             poll.register(self._input, select.POLLOUT)
-        # Its end is looked for before the pipe is: what it wrote before has then been read.
+        # Its end is looked for before the pipe is read, so all of its output is read before the end counts.
         has_ended = self._child.poll() is not None
         ready = dict(poll.poll(1000 * _POLL_S))
         if self._input in ready:
@@ -258,7 +258,7 @@ class _Process:
         return []
 
     def kill(self) -> None:
-        """Kills it and what it started, unless that has left its process group."""
+        """Kills it and its descendants, unless these have left its process group."""
         # Only while its leader is not reaped is a group's number certain to be its own.
         if self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -283,7 +283,7 @@ def _how(returncode: int | None) -> str:
 
 
 def _copy_output(source: IO[bytes], log: IO[bytes], name: str) -> None:
-    """Copies what a process prints, line by line and so much at most; the rest is read and left out."""
+    """Copies the output of a process, line by line and up to a limit; the rest is read and left out."""
     written = 0
     with (
         source,

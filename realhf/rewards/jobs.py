@@ -55,7 +55,7 @@ class Job:
         return self._done.is_set()
 
     def put(self, reward: int, index: int, value: Value | Failure) -> None:
-        """Notes what came of a sample; the first answer counts."""
+        """Notes the result of a sample; the first answer counts."""
         with self._lock:
             if self.values[reward][index] is None:
                 self.values[reward][index] = value

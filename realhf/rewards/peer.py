@@ -114,7 +114,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 class Peer(ABC):
-    """One of the two sides; `perform` says what the other may ask for.
+    """One of the two sides; `perform` carries out the requests that the other may make.
 
     Args:
         reader, writer: file descriptors of the pipes.
@@ -137,7 +137,8 @@ class Peer(ABC):
     # --- asking
 
     def ask(self, what: str, subject: Any, *args: Any, **kwargs: Any) -> Any:
-        """The other side's answer; raises what it raises there. Raises WireError: it has ended, or answers nothing."""
+        """The other side's answer; raises the exception that it raises there. Raises WireError: it has ended, or
+        answers nothing."""
         return self._ask(what, subject, args, kwargs, may_change=True)
 
     def ask_unchanged(self, what: str, subject: Any, *args: Any) -> Any:

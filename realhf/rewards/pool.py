@@ -61,8 +61,8 @@ class Score:
 
     reward: the sum of weight * value over the functions that gave a value.
     is_valid: False where a function failed, or none gave a value, and the policy is "drop"; then `reward` is 0.
-    values: by function what it gave, None for no reward or a failure.
-    failures: by function why it failed.
+    values: by function its value, None for no reward or a failure.
+    failures: by function its failure.
     seconds: of all functions together, as their processes measured them.
     """
 
@@ -78,7 +78,7 @@ class RewardPool:
 
     Args:
         rewards: names of the functions, see `RewardSource`.
-        log: takes what functions print; by default standard error, which is the worker's log.
+        log: takes the output of functions; by default standard error, which is the worker's log.
 
     Raises:
         RewardError: a function cannot be loaded, see `load_rewards`.

@@ -1,7 +1,7 @@
 """Entry of a reward process: `python -m realhf.rewards.process PARENT`, started by a worker, ends with it.
 
 Requests come on standard input and replies go to standard output, both under numbers that the functions do not know:
-they find an empty input, and what they print goes to the log. Functions of one sample and of batches run one after the
+they find an empty input, and their output goes to the log. Functions of one sample and of batches run one after the
 other on the main thread, async ones all at once in a loop on a thread of their own. A further thread looks whether one
 of them is stuck.
 """
@@ -264,14 +264,14 @@ class _TooLongError(Exception):
 
 
 def end_group(code: int) -> None:
-    """Ends this process, and what its functions started."""
+    """Ends this process, and the processes that its functions started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(code)
 
 
 def _kind_and_text(error: BaseException, timeout_s: float = 0.0) -> tuple[Kind, str]:
-    """The kind of a failure and its text: what was raised, and the last places in the user's code."""
+    """The kind of a failure and its text: the exception, and the last places in the user's code."""
     if isinstance(error, BadValueError):
         return "value", str(error)
     if isinstance(error, _TooLongError):

@@ -1,4 +1,4 @@
-"""The side of a program of unknown origin: loads it, and does with its objects what the tests ask for.
+"""The side of a program of unknown origin: loads it, and carries out the operations of the tests on its objects.
 
 Nothing here is a secret from the program, which may replace all of it. The process sends values; the other side decides
 whether they are right, in `realhf.rewards.tests_of_program`.

@@ -66,7 +66,7 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> list[str] |
     tests, pieces of Python code that find its names, in a process of their own.
 
     Returns:
-        by test "" if it passed, else what it raised; None if the program could not be loaded, or broke a limit.
+        by test "" if it passed, else its exception; None if the program could not be loaded, or broke a limit.
 
     Raises:
         UserError: no temporary folder can be made.

@@ -46,7 +46,7 @@ _VERL_COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A response and what belongs to it, as reward functions see it.
+    """A response with its prompt, tokens and row, as reward functions see it.
 
     id, step: of the sample in the run; step counts from 0, and messages count from 1.
     prompt, response: texts. `tokens` are those of the response where a function asks for them, `num_tokens` their
@@ -76,7 +76,7 @@ class Signature:
     """How to call a function.
 
     is_batch: it takes lists, one element a sample, and returns a list.
-    given: the names of what it can have beside the columns of the data.
+    given: the names that it can have besides the columns of the data.
     required, optional: names of its parameters without and with a default.
     takes_rest: it has `**row` for all that its other parameters do not name.
     """

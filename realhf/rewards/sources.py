@@ -55,7 +55,7 @@ class RewardSource:
 
     @property
     def text(self) -> str:
-        """The text that it was parsed from, without the weight and what no message may show."""
+        """The text that it was parsed from, without the weight and without secrets."""
         return without_secrets(f"{self.module}:{self.function}")
 
 

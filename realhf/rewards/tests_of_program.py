@@ -23,7 +23,7 @@ _KEPT_TYPES = (types.FrameType, types.CodeType, types.TracebackType, types.Modul
 
 
 def outcomes(tests: list[str], reader: int, writer: int) -> list[str] | None:
-    """By test "" if it passed, else what it raised; None if the program cannot be loaded.
+    """By test "" if it passed, else its exception; None if the program cannot be loaded.
 
     Args:
         reader, writer: the pipes of the program's process.
@@ -104,7 +104,7 @@ class _TestsPeer(Peer):
         self.names = _Names(self)
         self.open_classes.add(Unlike)
 
-    # --- what tests do with the program's objects
+    # --- operations of tests on the program's objects
 
     def special(self, of: Reference, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__exit__":
@@ -142,7 +142,7 @@ class _TestsPeer(Peer):
         return self.ask("special", of.number, name, value)
 
     def _operate(self, of: Reference, name: str, args: Any, other: Reference | None) -> Any:
-        """An operand of the tests may be what the result has to be: the program must not make data of it."""
+        """An operand of the tests may be the expected result: the program must not make data of it."""
         if of.base and other is None:
             method = getattr(NAMED_TYPES[of.base], name, None)
             return NotImplemented if method is None else method(self._data(of), *args)
@@ -172,7 +172,7 @@ class _TestsPeer(Peer):
             raise WireError("no data of the type")
         return data
 
-    # --- what the program may do with the tests' objects
+    # --- operations of the program on the tests' objects
 
     def perform(self, what: str, subject: Any, args: Any, kwargs: Any) -> Any:
         match what:

@@ -2,10 +2,10 @@
 
 Data crosses as a copy: numbers, texts, bytes, None, the containers of Python and `collections`, dates, decimals,
 fractions, arrays of NumPy. Containers that can change are cells of a table, so that both sides know which is which:
-shared and cyclic ones stay so, and what a function changes in its arguments is changed for its caller. Everything else
+shared and cyclic ones stay so, and changes that a function makes in its arguments reach its caller. Everything else
 stays where it is, and the other side gets a number for it.
 
-A text from the other side is not trusted: nothing in it is executed, and what has no meaning raises WireError.
+A text from the other side is not trusted: nothing in it is executed, and unknown content raises WireError.
 """
 
 import base64
@@ -119,7 +119,7 @@ class Codec:
     # --- from the wire
 
     def unpack(self, table: Table, message: Any) -> Any:
-        """The value of `pack`; the table's containers have what the other side says. Raises WireError."""
+        """The value of `pack`; the table's containers have the content of the other side. Raises WireError."""
         try:
             node, contents = message
             known = len(table.objects)

@@ -1,4 +1,4 @@
-"""A run, resolved: what the launcher writes into the run directory and master and workers read back."""
+"""A run, resolved: the launcher writes it into the run directory, and master and workers read it back."""
 
 import os
 from dataclasses import dataclass
@@ -78,13 +78,13 @@ class Deadlines:
 
     @property
     def longest_s(self) -> float:
-        """Seconds for what has no prediction of its own, such as moves of parameters and checkpoints. Workers wait for
-        each other as long, since one may have come to a call when another still has a longer one to end."""
+        """Seconds for work without a prediction of its own, such as moves of parameters and checkpoints. Workers wait
+        for each other as long, since one may have come to a call when another still has a longer one to end."""
         return self.of(self.longest_predicted_s)
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides what a run does, beside its plan: `experiment.json`.
+    """Everything that decides the behaviour of a run besides its plan: `experiment.json`.
 
     `record` lists keys whose data every step writes below `rollouts/`; `replay` is such a folder
     of an earlier run, whose responses are taken instead of drawing new ones. The first reallocation of a model into
@@ -95,12 +95,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     The run ends when more than `checkpoint_failures` in a row cannot be written. It goes on from the checkpoint after
     `resume_step` steps. `avoided` are devices of this machine or nodes of a cluster that the run does without, after
     failures there. `call_factors` are the measured over the predicted times of calls, where the plan was made with
-    them; `ignores_runs`: it was made without what finished runs measured of theirs. Deadlines: see `Deadlines`. An
-    event says where measured and predicted times differ by more than `drift_threshold` times. A worker ends by itself
-    when it has heard nothing of its master for `master_timeout_s`. `samples` completions of a step, and of an
-    evaluation, are written as texts. The master listens on `master_address`, else on that of `network_interface`, else
-    of its host's name. `hardware` is what was planned for; planning again is for the same, and workers check that they
-    are on it.
+    them; `ignores_runs`: it was made without the measurements of finished runs. Deadlines: see `Deadlines`. An event
+    says where measured and predicted times differ by more than `drift_threshold` times. A worker ends by itself when it
+    has heard nothing of its master for `master_timeout_s`. `samples` completions of a step, and of an evaluation, are
+    written as texts. The master listens on `master_address`, else on that of `network_interface`, else of its host's
+    name. `hardware` is the hardware of the plan; planning again is for the same, and workers check that they are on it.
 
     Raises:
         UserError: at construction, a number is out of its range.

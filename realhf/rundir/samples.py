@@ -13,14 +13,14 @@ from realhf.rundir.lines import Step, append_line, read_lines, read_spread
 
 Split = Literal["train", "evaluation"]
 
-# A reader wants the newest samples, and a few of before to see what has changed.
+# A reader wants the newest samples, and a few earlier ones to compare.
 TAIL_BYTES = 2**20
 PLACES = 16
 WINDOW_BYTES = 2**18
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and what the model answered, as texts.
+    """A prompt and its response, as texts.
 
     step: from 1; 0 is an evaluation before training.
     sample: the place in the step's batch (of an evaluation: in its data set).
@@ -75,7 +75,7 @@ def read_samples(path: Path, damaged: list[str]) -> list[StepSamples]:
     newest = list(_by_step(tail.values))
     if size_bytes <= TAIL_BYTES:
         return newest
-    # A step at the edge of what was read may lack samples: it is whole only if another one stands before it.
+    # A step at the edge of the read part may lack samples: it is whole only if another one stands before it.
     earlier = [
         steps[0 if not offset else 1]
         for offset, values in read_spread(path, sample_line, PLACES, WINDOW_BYTES, end=size_bytes - TAIL_BYTES)

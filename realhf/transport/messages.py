@@ -131,8 +131,8 @@ class OffloadModel(Message, frozen=True, kw_only=True):
 class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j.
 
-    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `decode_graphs` what the
-    plan says of them; `state` has the numbers that the call left in the step before
+    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `decode_graphs`: how long
+    they live by the plan; `state` has the numbers that the call left in the step before
     (`realhf.engine.interface.Context.state`).
     """
 
@@ -255,8 +255,8 @@ class CheckpointWritten(Message, frozen=True, kw_only=True):
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """Something raised an error: a call beside the devices (its request), or what the worker was busy with or its setup
-    (None). `blames_peer`: the error is that another worker is gone."""
+    """An error was raised: by a call beside the devices (its request), by the present work of the worker or by its
+    setup (None). `blames_peer`: the error is that another worker is gone."""
 
     request_id: int | None
     text: str

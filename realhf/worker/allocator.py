@@ -10,7 +10,8 @@ _TOP_PAD_BYTES = 64 * 2**20
 
 
 def give_back_freed_memory() -> None:
-    """Gives back what malloc keeps, once: after a start, what was used to fill the models is not needed again."""
+    """Returns the free memory that malloc keeps, once: after a start, the memory that filled the models is not needed
+    again."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

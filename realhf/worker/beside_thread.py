@@ -20,7 +20,7 @@ class BesideCall:
     """A call whose inputs are there.
 
     what: name of the call and its step, for messages.
-    run: computes it, keeps its outputs, and gives back what to reply.
+    run: computes it, keeps its outputs, and returns the reply.
     """
 
     request_id: int
@@ -36,7 +36,7 @@ class BesideThread:
     calls hand them on without waiting for them.
 
     Args:
-        channels: get the replies, and what a call raised.
+        channels: get the replies, and the exception of a call.
     """
 
     def __init__(self, channels: Channels):

@@ -1,4 +1,4 @@
-"""Whether a worker is on what the run was planned for: the launcher may not see the machines of its workers."""
+"""Whether a worker is on the hardware of the plan: the launcher may not see the machines of its workers."""
 
 import logging
 import socket

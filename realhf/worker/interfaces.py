@@ -1,4 +1,4 @@
-"""The code that a user's configuration names: loaded when a worker starts, run, and blamed for what it raises."""
+"""The code that a user's configuration names: loaded when a worker starts, run, and blamed for its exceptions."""
 
 import importlib
 import sysconfig
@@ -70,8 +70,8 @@ def run_interface(
 
 
 def complete_schedule(call: ModelFunctionCallDef, model: EngineModel, steps: int) -> None:
-    """Counts what a training left out of its optimizer steps (it stopped early, or a mini-batch had nothing to learn
-    from) as steps of the schedule: a checkpoint then has the number that the run has planned for.
+    """Counts optimizer steps that a training left out (it stopped early, or a mini-batch had nothing to learn from) as
+    steps of the schedule: a checkpoint then has the number of steps that the run has planned.
 
     `steps`: of the model, through the end of the call.
 

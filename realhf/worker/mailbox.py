@@ -38,7 +38,7 @@ class _Incoming:
 
 
 class _Outgoing:
-    """A message that is being sent, or will be when what it sends on has arrived. `packed` must stay until then."""
+    """A message that is being sent, or will be when its content has arrived. `packed` must stay until then."""
 
     def __init__(self, send: Send, packed: Tensor, wait: Callable[[Waits, float], object]):
         self.receiver, self.key, self.packed, self.wait = send.peer, send.key, packed, wait
@@ -126,7 +126,7 @@ class Mailbox:
             waiting.remove(message)
 
     def free(self, batch: BatchKey) -> None:
-        """Forgets the batch, all of whose calls have ended: what was sent has arrived."""
+        """Forgets the batch, all of whose calls have ended: its messages have arrived."""
         for message in self._outgoing.pop(batch, ()):
             what = f"{message.key} of {batch} being taken by worker {message.receiver}"
             self._wait(message.wait, what)

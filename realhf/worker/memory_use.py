@@ -10,12 +10,12 @@ _PROCESS = Path("/proc/self")
 
 
 class MemoryGauge:
-    """Measures the memory of this process on its device, beyond what it held when the gauge was made.
+    """Measures the memory of this process on its device, beyond the memory that it held when the gauge was made.
 
-    Made before the models are, it leaves out what the program itself takes (Python, torch, on a GPU CUDA's context),
-    which the planner does not count either. On a GPU it measures what torch has allocated. On the CPU it measures the
+    Made before the models, it leaves out the memory of the program itself (Python, torch, on a GPU CUDA's context),
+    which the planner does not count either. On a GPU it measures torch's allocations. On the CPU it measures the
     resident set without the pages of files: those are the program's too, and come when code first runs. Memory that is
-    freed stays with the process (`realhf.worker.allocator`), so later calls show what earlier ones needed.
+    freed stays with the process (`realhf.worker.allocator`), so later calls show the memory of earlier ones.
     """
 
     def __init__(self, device: torch.device):

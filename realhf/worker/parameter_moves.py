@@ -50,7 +50,7 @@ class ParameterMoves:
         # Uses left of each copy that other calls copy from, its own call included.
         self._uses: dict[tuple[str, Layout], int] = {}
         self._at_rest = {name: threading.Lock() for name in run.homes}
-        # Its own deadline comes after that of a bucket, which says what was waited for.
+        # Its own deadline comes after that of a bucket, whose error names the awaited message.
         is_needed = groups.spans_hosts and _moves_anything(run)
         self._across_hosts = group_of_all_ranks(device, 2 * self._timeout_s) if is_needed else None
 
@@ -69,7 +69,7 @@ class ParameterMoves:
         self._models[name, layout] = build_model(setup.backend, spec)
 
     def carry_out(self, move: Move) -> None:
-        """Does this worker's part of a move; when it returns, what comes here is complete.
+        """Does this worker's part of a move; when it returns, the parameters that come here are complete.
 
         Raises:
             ReallocationError: a peer did not do its part, or values came that were not sent.

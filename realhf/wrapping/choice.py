@@ -1,4 +1,4 @@
-"""Which mode every operator of a module is in: chosen by the exact solver from what this group measured, or given."""
+"""The mode of every operator of a module: chosen by the exact solver from measurements of this group, or given."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,8 +54,7 @@ class OsdpOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePlan:
-    """The modes of a module's operators with what they are predicted to cost, beside one mode for all. `str()` is a
-    table."""
+    """The modes of a module's operators with their predicted costs, beside one mode for all. `str()` is a table."""
 
     chosen: OsdpPlan
     slice_modes: Mapping[str, tuple[Mode, ...]]
@@ -218,7 +217,7 @@ def _given(problem: OsdpProblem, rules: ModeRules, batches: range) -> tuple[Osdp
 
 
 def _ruled(operators: Sequence[Operator], rules: ModeRules) -> dict[str, tuple[Mode, ...]]:
-    """The modes of every operator's slices. A pattern with "*" asks of each operator what it can do."""
+    """The modes of every operator's slices. A pattern with "*" gives each operator a mode that it has."""
     modes: dict[str, tuple[Mode, ...]] = {op.name: ("zero1",) for op in operators}
     for pattern, text in rules:
         wanted = modes_in(text)
@@ -233,7 +232,7 @@ def _ruled(operators: Sequence[Operator], rules: ModeRules) -> dict[str, tuple[M
             if not is_possible and "*" not in pattern:
                 raise UserError(
                     f"modes: {op.name!r} can be {', '.join(op.modes)} in at most {op.most_slices} slices, not "
-                    f"{text!r}; write what it can be"
+                    f"{text!r}; choose from these"
                 )
             first = wanted[0] if wanted[0] in op.modes else "zero1"
             modes[op.name] = wanted if is_possible else (first,)

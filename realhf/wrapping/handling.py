@@ -31,8 +31,8 @@ def handling_seconds(
     costs: CollectiveCosts,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of each gather, and of each reduction, beside what `costs` says of its collective; never below 0, and
-    the same on all ranks."""
+    """Seconds of each gather, and of each reduction, beside its collective (`costs`); never below 0, and the same on
+    all ranks."""
     if group is None:
         return 0.0
     slices = [_step_seconds(mode, group, device, dtype, clock) for mode in ("zero1", "sharded")]

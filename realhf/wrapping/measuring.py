@@ -302,6 +302,6 @@ def _seconds(work: Callable[[], None], module: nn.Module, clock: Callable[[], fl
 
 
 def synchronise(device: torch.device) -> None:
-    """Returns when the device has done what it was asked for."""
+    """Returns when the device has done its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -54,7 +54,7 @@ def osdp(
         optimizer_factory: makes the optimizer of a list of vectors, this rank's parts of the parameters. It must be
             elementwise (SGD, Adam, AdamW, ...), and is also tried on small vectors.
         device_mesh: with one dimension, the data-parallel group.
-        memory_gb: what a rank may take for parameters, gradients, optimizer states, gathers and activations, in GiB.
+        memory_gb: the memory of a rank for parameters, gradients, optimizer states, gathers and activations, in GiB.
         example: `example(n)` runs the model on n samples and returns their loss; used for measuring, before wrapping.
         batch_size: samples of a rank and forward pass; None: those that give the most samples a second, `plan` says.
         options: of `OsdpOptions`: modes, slices, prefetch, max_batch.

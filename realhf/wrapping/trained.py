@@ -1,4 +1,4 @@
-"""A torch module whose operators are each in their mode, with the optimizer of what this rank updates."""
+"""A torch module with a mode for each operator, and the optimizer of the parameters that this rank updates."""
 
 import math
 from collections.abc import Mapping
@@ -138,7 +138,7 @@ class OsdpModule:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_dict`, or that of the model before it was wrapped, gave. The optimizer's states stay.
+        """Loads the result of `state_dict`, or of that of the model before it was wrapped. The optimizer's states stay.
 
         Raises:
             UserError: names or shapes are not the model's.
