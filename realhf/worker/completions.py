@@ -2,26 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Protocol
 
 from torch import Tensor
 
-from realhf.data.tokenizer import Tokens
+from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.engine.batch import Batch
 from realhf.transport.messages import BatchKey, Completion
 
 MOST_CHARACTERS = 20_000  # in a text
-
-
-class Rows(Protocol):
-    """The interface of a data set's reader (`realhf.data.rows.DatasetRows`)."""
-
-    batch_size: int
-
-    def tokens(self, step: int, sample_ids: Sequence[int]) -> list[dict[str, Tokens]]: ...
-
-    def text(self, tokens: Tokens) -> str: ...
 
 
 def shown_samples(batch: BatchKey, batch_size: int, number: int) -> list[int]:
@@ -38,7 +27,7 @@ def completions(
     batch: BatchKey,
     data: Sequence[Batch],
     outputs: Mapping[str, list[Tensor]],
-    rows: Rows,
+    rows: DatasetRows,
     number: int,
 ) -> tuple[Completion, ...]:
     """Those of this rank, if the call reads sequences (`seq`) and makes their rewards (`reward`); else none.
