@@ -80,7 +80,7 @@ class Launcher(Protocol):
         """Ends the remaining processes: asks them (SIGTERM), and kills them after `grace_s`. Returns when all have
         ended.
 
-        May be called at any time; `poll` does not report the processes that it ended. Raises RunError where that cannot
+        May be called at any time; `poll` does not report the processes that it ended. Raises RunError where one cannot
         be ended.
         """
         raise NotImplementedError
