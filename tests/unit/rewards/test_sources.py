@@ -108,7 +108,7 @@ def test_parameters_without_a_column(file: Path) -> None:
         ("r.py:f=-inf", "reward 'r.py:f=-inf': the weight -inf is not finite; give a finite number"),
         (
             "http://host/a.py:f",
-            "reward http://host/a.py:f: there is no file of an address; give the path of a Python file",
+            "reward http://host/a.py:f: there is no file at an address; give the path of a Python file",
         ),
         ("r.py:1f", "reward 'r.py:1f' names no function; give FILE.py:FUNCTION"),
         (
