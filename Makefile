@@ -24,6 +24,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_words.py
 
 format: setup
 	$(BIN)/ruff format .

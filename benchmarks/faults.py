@@ -35,7 +35,6 @@ MEASURES = (
     "realhf/transport",
     "realhf/worker",
     "realhf/models/checkpoint*.py",
-    "realhf/engine/save_state.py",
     "benchmarks/lib/fault_campaign.py",
     "benchmarks/lib/fault_checks.py",
     "benchmarks/lib/fault_injection.py",

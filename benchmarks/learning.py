@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib import reverse_task
 from lib.common import ROOT, argument_parser, case, finish, realhf
 from lib.pages import RUNS
 
-from realhf.data import reverse_task, sort_task
+from realhf.data import sort_task
 from realhf.rundir.lines import evaluation_line, read_lines
 
 MEASURES = (
@@ -30,6 +31,7 @@ MEASURES = (
     "realhf/rewards",
     "experiments",
     "scripts/main_job.py",
+    "benchmarks/lib/reverse_task.py",
 )
 RIGHT = "experiments/sort_rewards.py:right"
 CRITIC = ("--critic.lr", "3e-4", "--mini-batches", "2")

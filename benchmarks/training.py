@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from lib.common import case, case_parser, finish
+from lib.peak_memory import PeakMemory
 from on_gpu import training_cases
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,7 +27,6 @@ from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
-from realhf.engine.tensor_bytes import PeakMemory
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
 from realhf.parallel.groups import ParallelGroups

@@ -20,7 +20,7 @@ namespace {
 constexpr std::size_t PIECE_BYTES = 128 * 1024;
 using Size = std::uint64_t;  // precedes every message
 
-// A message of so many bytes would fill the caches of its receiver, which does not read all of it at once.
+// Bytes from which a message would fill the caches of its receiver, which does not read all of it at once.
 constexpr std::size_t STREAMED_BYTES = 4 << 20;
 
 Cursor over(Size& size) { return Cursor({{reinterpret_cast<char*>(&size), 1, sizeof(Size), 0}}); }

@@ -1,8 +1,8 @@
 // Messages between processes of one host over shared memory.
 //
-// Every ordered pair of ranks has a ring of bytes. Nobody serves it in the background: a send copies what fits and
-// queues the rest, and whoever waits, for whatever, moves all that can be moved on its side. So ranks that send to each
-// other at the same time, or more than a ring holds, cannot wait for each other.
+// Every ordered pair of ranks has a ring of bytes. No thread serves it in the background: a send copies as much as fits
+// and queues the rest, and a rank that waits for anything moves all that it can on its side. So ranks that send to each
+// other at the same time, or more than a ring holds, do not deadlock.
 #pragma once
 
 #include <cstddef>
@@ -73,7 +73,7 @@ public:
 private:
     struct Ring;
     struct Outgoing {
-        Cursor rest;        // what is not yet in the ring
+        Cursor rest;        // the part that is not yet in the ring
         bool is_announced;  // its size is in the ring
     };
     struct Incoming {
@@ -91,8 +91,8 @@ private:
     Ring& ring(int from, int to) const;
     Counter& counter(int rank) const;
     void progress();
-    // Whether the next message to itself is awaited already: it needs no ring, and is copied piece by piece while nobody
-    // else can be served.
+    // Whether this rank already awaits its next message to itself: that needs no ring, and is copied piece by piece
+    // while no other message can move.
     bool has_to_copy() const;
     void copy_piece();
     void push(int to);

@@ -1,9 +1,9 @@
 // Collectives of processes of one host over shared memory.
 //
-// Every rank copies its contribution into its own slot and raises its counter; whoever needs it waits for that
+// Every rank copies its contribution into its own slot and raises its counter; ranks that need it wait for that
 // counter. Sums are made in the order of the ranks, so every rank gets the same bits, whatever the timing. Slots come
-// in pairs used in turns: a rank fills a slot again two rounds later, after it has seen every rank arrive in the
-// round between, hence done with reading.
+// in pairs used in turns: a rank fills a slot again two rounds later, after it has seen every rank arrive in the round
+// between, hence done with reading.
 #pragma once
 
 #include <cstddef>

@@ -22,13 +22,13 @@ inline std::size_t padded(std::size_t bytes) { return (bytes + CACHE_LINE - 1) /
 // Maps a file that all ranks of a group share; `bytes` of it from its beginning.
 char* map_shared(int descriptor, std::size_t bytes);
 
-// What a rank counts for others to wait for, in shared memory, alone in its cache line.
+// A counter of one rank that others wait for, in shared memory, alone in its cache line.
 struct alignas(CACHE_LINE) Counter {
     std::atomic<std::uint32_t> value;
     std::atomic<std::uint32_t> sleepers;
-    std::atomic<std::int32_t> process;  // of the rank
+    std::atomic<std::int32_t> process;  // the rank's
 
-    // Wakes whoever sleeps. Sequentially consistent: a sleeper either sees the new value or is seen.
+    // Wakes the sleepers. Sequentially consistent: a sleeper either sees the new value or is seen.
     void raise();
     // Sleeps until the value is not `seen`, some milliseconds at most; true if it was those.
     bool sleep(std::uint32_t seen);
@@ -68,7 +68,7 @@ void wait_until(Condition&& is_done, Counter& counter, int rank, const Counter& 
         if (is_done()) return;
         if (!counter.sleep(seen)) continue;
         const bool has_gone = waiting::has_ended(peer.process.load());
-        if (is_done()) return;  // what it did before it ended counts
+        if (is_done()) return;  // work done before its end counts
         const double waited_s = std::chrono::duration<double>(waiting::Clock::now() - start).count();
         waiting::check(rank, peer.process.load(), waited_s, timeout_s, has_gone);
     }

@@ -12,7 +12,7 @@ namespace kernels {
 struct LayerShape {
     int64_t hidden;
     Shape heads;
-    int64_t inner;  // of the MLP
+    int64_t inner;  // the MLP's
 
     int64_t query() const { return heads.kv_heads * heads.group * heads.head_dim; }
     int64_t qkv() const { return query() + 2 * heads.kv_heads * heads.head_dim; }

@@ -117,7 +117,7 @@ INLINE void rotate_rows(int64_t rows, int64_t heads, int64_t head_dim, Matrix x,
     }
 }
 
-// 1 / (1 + exp(-x)), by exponentials of what is not positive.
+// 1 / (1 + exp(-x)), by exponentials of numbers that are not positive.
 INLINE Floats sigmoid(const Floats& x) {
     const Floats e = exponential(x < 0.0f ? x : -x);
     return (x < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e);

@@ -1,5 +1,5 @@
-// What stands between the matrix products of a decoder layer, each in one pass over its tokens, and the gradients of
-// it, for the CPU.
+// The operations between the matrix products of a decoder layer, each in one pass over its tokens, and their gradients,
+// for the CPU.
 //
 // All of it computes in float32, and rounds to the dtype of its tensors wherever the same in separate operations of
 // torch does. Rows lie `stride` elements apart; a row's numbers are contiguous.

@@ -2,7 +2,7 @@
 //
 // A page holds PAGE tokens of one layer. Its keys lie as [kv_heads, head_dim, PAGE] and its values as
 // [kv_heads, PAGE, head_dim]: a vector register takes one coordinate of all keys of a page, and then a run of
-// coordinates of one value, so that neither loop adds up across a register. What lies behind a sequence's end is never
+// coordinates of one value, so that neither loop adds up across a register. Numbers behind a sequence's end are never
 // used. Places, pages and lengths that lie outside of the cache or of a table throw std::out_of_range.
 #pragma once
 

@@ -40,7 +40,7 @@ void pack_units(int64_t out, int64_t in, Matrix weight, void* packed) {
 
 // Sums of two registers a row, two registers of weights and one of x fill the 32 that there are.
 constexpr int TILE_ROWS = 14;
-// Of so many rows x stays in the second cache while all panels pass by.
+// With this number of rows, x stays in the second cache while all panels pass by.
 constexpr int BLOCK_ROWS = 8 * TILE_ROWS;
 
 // total + x w, of the units in the lanes.
@@ -96,7 +96,7 @@ struct Units {
     const uint32_t* x;
     int64_t stride;
     const uint32_t* panel;
-    int64_t count;  // of a row
+    int64_t count;  // in a row
 };
 
 // ROWS rows by one panel, whose numbers are each loaded once for all rows. A function of its own, since the compiler

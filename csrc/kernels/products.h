@@ -11,7 +11,7 @@
 namespace kernels {
 
 // Outputs that lie together in a packed weight: [ceil(out / PANEL), in, PANEL], of bfloat16 in pairs
-// [ceil(out / PANEL), in / 2, PANEL, 2]. What is behind the last output is 0.
+// [ceil(out / PANEL), in / 2, PANEL, 2]. Numbers behind the last output are 0.
 constexpr int PANEL = 2 * LANES;
 
 // Whether this processor computes them.

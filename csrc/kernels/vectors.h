@@ -15,7 +15,7 @@
 #define FOR_EACH_TARGET(...) __VA_ARGS__
 #endif
 #define INLINE inline __attribute__((always_inline))
-#define INLINE_CALL __attribute__((always_inline))  // of a lambda
+#define INLINE_CALL __attribute__((always_inline))  // for a lambda
 
 namespace kernels {
 
@@ -39,7 +39,7 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 
-// In what is computed with numbers that are stored as S.
+// The type that computes with numbers stored as S.
 template <class S>
 struct Compute {
     using type = float;
@@ -79,7 +79,7 @@ INLINE void store(BFloat16* to, const Floats& lanes) {
     std::memcpy(to, &halves, sizeof(halves));
 }
 
-// What a number is after a store and a load.
+// Rounds numbers as a store and a load would.
 template <class S>
 INLINE void round_to(Lanes<S>& lanes) {
     if constexpr (sizeof(S) == sizeof(BFloat16)) {
@@ -116,7 +116,7 @@ INLINE auto largest(const V& lanes) {
     return most;
 }
 
-// exp of numbers <= 0, to 2 units in the last place (Cephes' expf); of those below -87 it is that of -87.
+// exp of numbers <= 0, to 2 units in the last place (Cephes' expf); below -87 it is that of -87.
 INLINE Floats exponential(Floats v) {
     v = v < -87.0f ? Floats{} - 87.0f : v;
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer

@@ -14,12 +14,14 @@ namespace kernels {
 void statistics(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
                 const int64_t* tokens, float* logsumexp, float* largest, float* picked, float* mean);
 
-// Of each row's distribution, whose vocabulary may be wider than the row; `entropy` is null if it has no gradient.
+// Statistics of each row's distribution, whose vocabulary may be wider than the row; `entropy` is null if it has no
+// gradient.
 struct Distributions {
     const float *logsumexp, *entropy;
 };
 
-// What log-probabilities and entropies of rows get, and beside the logit of the token: 0 if the token lies elsewhere.
+// The gradients of the log-probabilities and entropies of rows, and of the logit of the token: 0 if the token lies
+// elsewhere.
 struct Gradients {
     const float *logprob, *entropy, *at_token;
 };

@@ -1,10 +1,10 @@
 // Loaded before everything else into a worker process (LD_PRELOAD): aligned memory that malloc can use again.
 //
 // torch asks for the memory of a tensor on the CPU with posix_memalign. glibc takes a piece that is longer than needed by
-// the alignment, and gives its ends back. What is freed is therefore too short for the next tensor of the same size:
-// the heap grows by holes that nothing fills, in a training step by up to as much as the step needs. malloc fills holes
-// exactly. Its pieces are aligned too where all of them are multiples of the alignment; one that is not is returned, and
-// memalign finds another.
+// the alignment, and gives its ends back. A freed piece is therefore too short for the next tensor of the same size:
+// the heap grows by holes that stay empty, in a training step by up to as much as the step needs. malloc fills holes
+// exactly. Its pieces are aligned too where all of them are multiples of the alignment; one that is not is returned,
+// and memalign finds another.
 
 #include <malloc.h>
 #include <cerrno>
@@ -15,7 +15,7 @@
 namespace {
 constexpr std::size_t kAlignment = 64;        // torch's
 constexpr std::size_t kLeastBytes = 1 << 12;  // holes below this are filled by small things
-constexpr std::size_t kHeaderBytes = 8;       // of glibc's, in front of every piece and counted in its size
+constexpr std::size_t kHeaderBytes = 8;       // glibc's, in front of every piece and counted in its size
 
 bool is_aligned(const void* memory, std::size_t alignment) {
   return reinterpret_cast<std::uintptr_t>(memory) % alignment == 0;

@@ -24,11 +24,11 @@ class Recomputed(NamedTuple):
     layers: int | None = None
 
     def of(self, place: int) -> Recomputation:
-        """Of the layer at this place within its chunk."""
+        """The recomputation of the layer at this place within its chunk."""
         return self.kind if self.layers is None or place < self.layers else "off"
 
     def count(self, num_layers: int) -> int:
-        """How many are recomputed of a chunk with so many layers."""
+        """How many layers of a chunk with `num_layers` are recomputed."""
         if self.kind == "off":
             return 0
         return num_layers if self.layers is None else min(self.layers, num_layers)
@@ -44,16 +44,16 @@ class Computation:
     data_parallel: the state that the ranks of a data-parallel group divide. "zero1": optimizer states (ZeRO-1); every
         rank has all parameters and gradients. "fsdp": parameters and gradients too (ZeRO-3, fully sharded data
         parallelism); a layer is gathered for its forward pass and again for its backward pass, and freed after each.
-        Pairs (operators, modes): each operator by itself (OSDP, IJCAI 2023), those that no pair names as with "zero1".
-        The last pair that names an operator holds. `realhf.geometry.operators` says what operators there are,
-        `modes_in` how modes are written.
+        Pairs (operators, modes): a mode for each operator (OSDP, IJCAI 2023); operators that no pair names are as with
+        "zero1". The last pair that names an operator holds. `realhf.geometry.operators` lists the operators, `modes_in`
+        reads the modes.
     prefetch: while one gathered part of the parameters is in use, the next one is gathered: it takes twice the memory,
         and no time of its own where computation takes longer.
     sequence_parallel: tensor-parallel ranks divide norms and residual sums along the tokens.
     recomputation: the activations that the backward pass computes again instead of keeping them. "selective": all but
         the results of matrix products and attention. "full": all but the inputs of layers.
-    recomputed_layers: so many layers are recomputed, the first of each model chunk; the others keep all that they need.
-        None: all layers.
+    recomputed_layers: the number of layers that are recomputed, the first of each model chunk; the others keep all
+        activations. None: all layers.
     offload_states: optimizer states and master copy lie in host memory between optimizer steps.
     """
 
@@ -79,8 +79,8 @@ class Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """What the user fixes of a model's `Computation`. None leaves a choice open: the plan decides, and where it says
-    nothing, the defaults of `Computation` hold. Nothing overrides a value that is given here."""
+    """The parts of a model's `Computation` that the user fixes. None leaves a choice to the plan, and else to the
+    defaults of `Computation`. Nothing overrides a value that is given here."""
 
     data_parallel: Annotated[
         OfAll | None,
@@ -140,7 +140,7 @@ def modes_in(text: str) -> tuple[Mode, ...]:
 
 
 def modes_text(modes: Sequence[Mode]) -> str:
-    """What `modes_in` reads."""
+    """The text of modes; `modes_in` reads it."""
     if len(modes) == 1:
         return modes[0]
     return " + ".join(f"{len(list(group))} {mode}" for mode, group in groupby(modes))

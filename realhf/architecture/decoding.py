@@ -7,10 +7,10 @@ from typing import Literal
 from realhf.architecture.model import DecoderConfig
 from realhf.architecture.transformers_config import TransformersConfig
 
-GraphLife = Literal["kept", "call", "off"]  # of graphs of decode steps (`GenerationOptions.decode_graphs`)
-DECODE_GRAPHS: GraphLife = "kept"  # where nobody says anything
+GraphLife = Literal["kept", "call", "off"]  # how long graphs of decode steps live (`GenerationOptions.decode_graphs`)
+DECODE_GRAPHS: GraphLife = "kept"  # the default
 
-PAGE_TOKENS = 16  # of a page of the KV cache; a test holds the C++ kernels to it
+PAGE_TOKENS = 16  # per page of the KV cache; a test compares the C++ kernels with it
 FLASH_PAGE_TOKENS = 256  # flash-attn 2 takes multiples of this
 
 # The dtypes and head dimensions that flash-attn 2, and torch's build of it, take.
@@ -29,7 +29,7 @@ def page_tokens(dtype: str, head_dim: int, *, has_flash: bool) -> int:
 
 
 def rows_bucket(rows: int) -> int:
-    """The rows that a recorded step of so many is padded to: 1, 2, 4, 8, then multiples of 8, beyond 128 of 32."""
+    """The rows to which a recorded step of `rows` is padded: 1, 2, 4, 8, then multiples of 8, above 128 of 32."""
     if rows <= 8:
         return power_of_two(rows)
     multiple = 8 if rows <= 128 else 32
@@ -38,7 +38,7 @@ def rows_bucket(rows: int) -> int:
 
 @lru_cache(maxsize=4096)
 def num_buckets(rows: int) -> int:
-    """How many graphs a batch of so many rows needs at most, while its responses end."""
+    """The most graphs that a batch of `rows` rows needs while its responses end."""
     return len({rows_bucket(number) for number in range(1, rows + 1)})
 
 

@@ -20,13 +20,13 @@ def read_config(path: Path) -> DecoderConfig:
     """The decoder, under a language-model head, that a Hugging Face `config.json` describes.
 
     Raises:
-        UserError: the file cannot be read, lacks a field, is of an unknown family or asks for what is not supported.
+        UserError: the file cannot be read, lacks a field, is of an unknown family or has an unsupported setting.
     """
     return decoder_of(config_content(path), path)
 
 
 def config_content(path: Path) -> Content:
-    """What a config.json holds; the language model's part of it, where it describes more.
+    """The content of a config.json; only the language model's part, where it describes more.
 
     Raises:
         UserError: the file cannot be read or is not JSON.

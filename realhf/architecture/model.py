@@ -19,7 +19,7 @@ RopeScalingKind = Literal["none", "linear", "dynamic", "llama3"]
 # Limits above any known model. Within them, all parameters can be listed in seconds, and their bytes fit into 64 bits.
 MAX_LAYERS = 1_000
 _MAX_POSITIONS = 10**9
-_MAX_EXPERTS = 100_000  # of all layers together
+_MAX_EXPERTS = 100_000  # in all layers together
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Architectures that only `transformers` can build: their dimensions, and names and shapes of their parameters.
 
-No torch here. What `transformers` says of a config.json is asked of a process of its own, once; the answer is kept in
-the user's cache.
+No torch here. A separate process asks `transformers` about a config.json, once; the answer is kept in the user's cache.
 """
 
 import hashlib
@@ -21,10 +20,10 @@ from realhf.base.files import BadContentError, decode_json, write_atomically
 from realhf.base.numbers import check_range
 from realhf.base.reading import read_bytes
 
-# Of a config.json: what says nothing of the architecture.
+# Fields of a config.json that do not describe the architecture.
 _UNUSED = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 _TIMEOUT_S = 600
-# To describe a model is to build it, module by module: what is beyond would take hours, or all memory.
+# A model is described by building it, module by module. Beyond these limits that would take hours, or all memory.
 _MAX_LAYERS, _MAX_EXPERTS, _MAX_MODULES = 1000, 10_000, 100_000
 _MAX_WHOLE, _MAX_REAL, _MAX_LISTED = 2**31, 1e15, 10_000
 BACKEND = "transformers"  # as `realhf.api.backends` names it
@@ -51,8 +50,8 @@ class TransformersConfig(DecoderConfig):
 
 
 def check_backend(name: str, model: DecoderConfig, backend: str) -> None:
-    """Raises UserError where the backend does not compute such a model: `transformers` computes what its own config
-    describes, every other one what this project's does."""
+    """Raises UserError where the backend does not compute such a model: `transformers` computes models of its own
+    config, every other backend those of this project's."""
     if isinstance(model, TransformersConfig) and backend != BACKEND and ":" not in backend:
         family = msgspec.json.decode(model.config).get("model_type")
         raise UserError(
@@ -67,7 +66,7 @@ def check_backend(name: str, model: DecoderConfig, backend: str) -> None:
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `python -m realhf.models.transformers_models` says of a config.json; `error` where it is refused."""
+    """The answer of `python -m realhf.models.transformers_models` about a config.json; `error` where it is refused."""
 
     error: str = ""
     dimensions: dict[str, Any] = {}  # fields of `DecoderConfig`

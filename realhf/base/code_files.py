@@ -44,8 +44,8 @@ def add_to_search_path(folder: Path) -> None:
 def python_command(module: str, *words: str) -> tuple[str, ...]:
     """The command line of every Python process that is started: `module` with these words.
 
-    -P keeps the working directory out of `sys.path`, where a file `json.py` would take the place of Python's own. What
-    these processes start in turn (multiprocessing) has -P too.
+    -P keeps the working directory out of `sys.path`, where a file `json.py` would take the place of Python's own.
+    Processes that these start in turn (multiprocessing) have -P too.
     """
     return (sys.executable, "-P", "-m", module, *words)
 

@@ -85,7 +85,7 @@ def _decoded(decode: Callable[[], T]) -> T:
 
 
 def read_file(path: str | Path, decode: Callable[[bytes], T], kind: str, remedy: str) -> T:
-    """What `decode` makes of a file that a user names.
+    """The result of `decode` on a file that a user names.
 
     Raises:
         UserError: the file cannot be read, or `decode` raises BadContentError; the text says that it is no `kind`.
@@ -122,8 +122,8 @@ def decode_versioned(content: bytes | str, expected: type[T], version: str) -> T
 
 
 def read_versioned(path: Path, expected: type[T], version: str) -> T | None:
-    """What `decode_versioned` finds in a file that can be made again; None where there is none. Raises UserError where
-    it is damaged, or another version's."""
+    """The result of `decode_versioned` on a file that can be made again; None where there is none. Raises UserError
+    where it is damaged, or another version's."""
     try:
         return decode_versioned(read_bytes(path), expected, version)
     except FileNotFoundError:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 MAX_BYTES = 2**28
 # A line of a run's files, a step's metrics or a sample as text, stays far below.
 MAX_LINE_BYTES = 2**25
-# What is nested deeper is no configuration, and ends in a RecursionError somewhere.
+# Deeper nesting is in no configuration, and would end in a RecursionError.
 MAX_DEPTH = 64
 # A YAML of a few lines can stand for billions of values, by aliases of aliases.
 MAX_YAML_VALUES = 10**6
@@ -32,7 +32,7 @@ _OTHERS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> Any:  # as `mode` has it: BinaryIO, TextIO
     """As `open`, for a regular file alone: to open a pipe waits for another process, and a device has no end.
 
-    A link is followed for reading, and not for writing: whoever can write in a folder could choose another file.
+    A link is followed for reading, and not for writing: others who can write in the folder could choose another file.
 
     Raises:
         OSError: as `open`; and it is something else than a regular file.
@@ -42,7 +42,7 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> Any:  # 
 
 def _regular(path: str, flags: int) -> int:
     is_written = bool(flags & (os.O_WRONLY | os.O_RDWR))
-    kept = flags & ~os.O_TRUNC  # only what is known to be a regular file is emptied
+    kept = flags & ~os.O_TRUNC  # the file is emptied only when it is known to be regular
     handle = os.open(path, kept | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | is_written * os.O_NOFOLLOW, 0o666)
     try:
         mode = os.fstat(handle).st_mode
@@ -85,7 +85,7 @@ def lines_within(file: BinaryIO, limit_bytes: int = MAX_LINE_BYTES) -> Iterator[
 
 
 def is_too_deep(content: bytes) -> bool:
-    """Whether objects and lists of a JSON text are nested deeper than `MAX_DEPTH`; False for what is no JSON."""
+    """Whether objects and lists of a JSON text are nested deeper than `MAX_DEPTH`; False for a text that is no JSON."""
     if content.count(b"[") + content.count(b"{") <= MAX_DEPTH:
         return False
     brackets = _STRING.sub(b"", content).translate(_TO_BRACKETS, _OTHERS)

@@ -27,7 +27,7 @@ from realhf.cpu._host import PeerError
 __all__ = ["BACKEND", "HostProcessGroup", "Parts", "PeerError", "Rows", "host_identity", "rows_of"]
 
 BACKEND = "host_memory"
-SLOT_BYTES = 2**20  # of each of the two slots of a rank; larger tensors go in pieces
+SLOT_BYTES = 2**20  # size of each of the two slots of a rank; larger tensors go in pieces
 # The ring of messages in parts. Both ends wait for these, so a small ring is still in a cache when it is read.
 PARTS_RING_BYTES = 2**20
 
@@ -108,10 +108,10 @@ class HostProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:  # type: ignore[override]  # torch has a type of strings for it
-        """By which torch finds the group, as a device mesh asks for it."""
+        """The name by which torch finds the group, for a device mesh."""
         return self._name
 
-    # Of each collective's overloads torch calls one.
+    # torch calls one overload of each collective.
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         for tensor in tensors:
             with _Contiguous(tensor) as flat:
@@ -150,7 +150,7 @@ class HostProcessGroup(dist.ProcessGroup):
             self._group.reduce_scatter(whole.data_ptr(), flat.data_ptr(), flat.numel(), dtype, operation)
         return _done([output])
 
-    # What torch 2.13 calls the two.
+    # The names of the two in torch 2.13.
     all_gather_single = _allgather_base  # type: ignore[assignment]
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14  # of Linux's mman-common.h
+_MADV_HUGEPAGE = 14  # from Linux's mman-common.h
 
 
 def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

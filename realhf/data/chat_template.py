@@ -7,7 +7,6 @@ JSON values alone.
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -31,25 +30,13 @@ class TemplateError(Exception):
     """A template does not compile, or raises for a chat; the text is the template's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TemplateInputs:
-    """What a template gets beside the messages.
-
-    add_generation_prompt: ends with the header of an assistant's turn.
-    tools: JSON schemas of functions.
-    """
-
-    add_generation_prompt: bool = False
-    tools: Sequence[Mapping[str, Any]] | None = None
-
-
 class ChatTemplate:
     """A chat template of a tokenizer.
 
     Args:
         source: the Jinja text.
         special_tokens: the tokenizer's special tokens by name (`bos_token`), which templates write.
-        date: what `strftime_now` formats, as YYYY-MM-DD.
+        date: the date that `strftime_now` formats, as YYYY-MM-DD.
 
     Raises:
         TemplateError: the text is no template.
@@ -62,23 +49,23 @@ class ChatTemplate:
         self._plain = self._compile(_Generation)
         self._marked = self._compile(_MarkedGeneration)
 
-    def render(self, messages: Sequence[Message], inputs: TemplateInputs = TemplateInputs()) -> str:
-        """The text of a chat.
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """The text of a chat; `add_generation_prompt` ends it with the header of an assistant's turn.
 
         Raises:
             TemplateError: the template raises.
         """
-        return self._render(self._plain, messages, inputs)
+        return self._render(self._plain, messages, add_generation_prompt)
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and what the template marks as the assistant's: places (begin, end) in the text.
+        """The text of a chat, and the parts that the template marks as the assistant's: (begin, end) in the text.
 
         Raises:
             TemplateError: the template raises, or the chat has the characters that are used as marks.
         """
         if _BEGIN in (text := json.dumps(_plain(messages), ensure_ascii=False)) or _END in text:
             raise TemplateError("the chat has private characters (U+E000, U+E0FE, U+E0FF) in a row")
-        marked = self._render(self._marked, messages, TemplateInputs())
+        marked = self._render(self._marked, messages, add_generation_prompt=False)
         spans, pieces, length = [], [], 0
         for i, part in enumerate(marked.split(_BEGIN)):
             inside, has_end, outside = part.partition(_END) if i else ("", "", part)
@@ -88,14 +75,14 @@ class ChatTemplate:
             length += len(inside) + len(outside)
         return "".join(pieces), spans
 
-    def _render(self, template: jinja2.Template, messages: Sequence[Message], inputs: TemplateInputs) -> str:
+    def _render(self, template: jinja2.Template, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         chat = [_with_reasoning({k: v for k, v in _plain(message).items() if v is not None}) for message in messages]
         try:
             return template.render(
                 messages=chat,
-                tools=_plain(inputs.tools),
+                tools=None,
                 documents=None,
-                add_generation_prompt=inputs.add_generation_prompt,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except Exception as error:  # a template can raise whatever an expression raises
@@ -116,7 +103,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} of transformers, around what an assistant has written."""
+    """The tag {% generation %} of transformers, around the text of an assistant."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
@@ -159,7 +146,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values as they are; of anything else its text (a date in a parquet file)."""
+    """JSON values as they are, and the text of any other value (a date in a parquet file)."""
     match value:
         case None | bool() | int() | float() | str():
             return value

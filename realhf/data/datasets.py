@@ -17,8 +17,8 @@ from realhf.data.tokenizer import Tokens
 class PromptDataset(TextDataset):
     """Prompts: `prompt`; with `with_answer` also `answer`, a text and the end token.
 
-    A prompt is a text or a chat. Of a whole chat (`messages_field`) an assistant's last turn is left out. The other
-    columns are there for reward functions (`DatasetRows.records`).
+    A prompt is a text or a chat. In a whole chat (`messages_field`) the assistant's last turn is left out. Reward
+    functions can read the other columns (`DatasetRows.records`).
     """
 
     joins: ClassVar[bool] = False

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.data.chat_template import ChatTemplate, TemplateError, TemplateInputs
+from realhf.data.chat_template import ChatTemplate, TemplateError
 from realhf.data.tokenizer import TextTokenizer
 
 Chat = list[dict[str, Any]]
@@ -14,7 +14,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What follows a prompt.
+    """The text that follows a prompt.
 
     is_whole: the text begins with the prompt, as a template writes both; else it is the response alone.
     spans: the characters (begin, end) of a whole text that are in the loss; None: all behind the prompt.
@@ -53,10 +53,10 @@ class ChatWriter:
     @property
     def _template(self) -> ChatTemplate:
         self.has_written = True
-        return self._tokenizer.template()
+        return self._tokenizer.template
 
     def chat(self, field: str, value: Any) -> Chat:
-        """The turns of a field, checked, with the system's in front. Raises ValueError naming what is wrong."""
+        """The turns of a field, checked, with the system's in front. Raises ValueError naming the fault."""
         chat = turns_of(field, value)
         return [*self._front(chat[0]["role"]), *chat]
 
@@ -86,8 +86,8 @@ class ChatWriter:
         wholes = [self._text([*chat, *turns]) for turns in continuations]
         if not all(whole.startswith(prompt) for whole in wholes):
             raise ValueError(
-                "the chat template writes an assistant's turn otherwise than the prompt begins it, so that no place "
-                "divides prompt and response; give a chat_template without this difference"
+                "the chat template begins the assistant's turn differently in a prompt and in a whole chat, so prompt "
+                "and response cannot be separated; give a chat_template that begins both alike"
             )
         return Draft(prompt=prompt, responses=tuple(Response(text=w, is_whole=True) for w in wholes), is_chat=True)
 
@@ -95,7 +95,7 @@ class ChatWriter:
         """A chat whose last turn is the response. Raises ValueError as `answers`, or the last turn is not the
         assistant's."""
         if chat[-1]["role"] != "assistant":
-            raise ValueError("the last turn of the chat is not the assistant's, so that there is no response")
+            raise ValueError("the last turn of the chat is not the assistant's, so there is no response")
         marked, spans = self._marked(chat)
         if not spans:
             return self.answers(chat[:-1], [chat[-1:]])
@@ -103,7 +103,7 @@ class ChatWriter:
         return Draft(prompt=marked[: spans[-1][0]], responses=(Response(text=marked, is_whole=True),), is_chat=True)
 
     def all_turns(self, chat: Chat) -> Draft:
-        """A chat whose assistant's turns are all in the loss; what comes before the first is the prompt.
+        """A chat whose assistant's turns are all in the loss; the text before the first of them is the prompt.
 
         The template marks them ({% generation %}), or the text of the first turns begins the text of all.
 
@@ -112,7 +112,7 @@ class ChatWriter:
         """
         places = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
         if not places:
-            raise ValueError("the chat has no turn of the assistant, so that there is no response")
+            raise ValueError("the chat has no turn of the assistant, so there is no response")
         self._check_user(chat)
         whole, spans = self._marked(chat)
         if not spans:
@@ -125,8 +125,8 @@ class ChatWriter:
         before, behind = self._text(chat[:place], with_header=True), self._text(chat[: place + 1])
         if not (whole.startswith(before) and whole.startswith(behind) and len(before) < len(behind)):
             raise ValueError(
-                "the chat template writes earlier turns otherwise once later ones follow, so that the assistant's "
-                'turns have no places; set loss_on="last", or give a chat_template that marks them ({% generation %})'
+                "the chat template changes earlier turns when later ones follow, so the assistant's turns cannot be "
+                'located; set loss_on="last", or give a chat_template that marks them ({% generation %})'
             )
         turn = behind[len(before) :].rstrip()
         ends = tuple(self._tokenizer.decode([token], skip_special=False) for token in self._tokenizer.end_tokens)
@@ -139,11 +139,11 @@ class ChatWriter:
     def _check_user(self, chat: Chat) -> None:
         if not any(turn["role"] == "user" for turn in chat):
             roles = ", ".join(turn["role"] for turn in chat) or "none"
-            raise ValueError(f"the chat has no user's turn (its roles: {roles}), so that nobody asks anything")
+            raise ValueError(f"the chat has no user's turn (its roles: {roles}), so there is no question to answer")
 
     def _text(self, chat: Chat, *, with_header: bool = False) -> str:
         try:
-            return self._template.render(chat, TemplateInputs(add_generation_prompt=with_header))
+            return self._template.render(chat, add_generation_prompt=with_header)
         except TemplateError as error:
             raise _refused(error) from None
 
@@ -170,7 +170,7 @@ def text_of(field: str, value: Any) -> str:
 
 
 def turns_of(field: str, value: Any) -> Chat:
-    """The turns of a field, checked. Raises ValueError naming what is wrong."""
+    """The turns of a field, checked. Raises ValueError naming the fault."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"field {field!r} is {_shown(value)}, not a list of messages")
     return [_turn(field, i, turn) for i, turn in enumerate(value, 1)]

@@ -50,7 +50,7 @@ class DraftEncoder:
         self._begins = {tokenizer.begin, *tokenizer.encode("")[:1]}
 
     def encode(self, drafts: Sequence[Draft]) -> list[EncodedRow | ValueError | None]:
-        """The tokens of each draft; None for one that the limits drop; a ValueError that says what is wrong."""
+        """The tokens of each draft; None for one that the limits drop; a ValueError that names the fault."""
         ids = self._all_ids(drafts)
         found: list[EncodedRow | ValueError | None] = []
         for draft in drafts:
@@ -99,7 +99,7 @@ class DraftEncoder:
         return EncodedRow(prompt, responses)
 
     def _masked(self, response: Response) -> EncodedRow:
-        """A whole text with a loss on some of its characters; what lies before the first of them is the prompt."""
+        """A whole text with a loss on some of its characters; the text before the first of them is the prompt."""
         assert response.spans is not None
         tokens, offsets = self._tokenizer.offsets(response.text)
         in_loss = [int(any(begin < end <= last for begin, last in response.spans)) for _, end in offsets]

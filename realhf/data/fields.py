@@ -1,4 +1,4 @@
-"""Which column of a file means what: by an option, or by its name where that leaves no question."""
+"""The meaning of a file's columns: by an option, or by the name where that is unambiguous."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,5 +1,5 @@
-"""`inputs.json`: what a run reads from outside of its directory, by the digests of the files. A run goes on with the
-inputs it began with. No torch here."""
+"""`inputs.json`: the files that a run reads from outside its directory, by their digests. A run goes on with the inputs
+it began with. No torch here."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,14 +35,14 @@ Files = dict[str, InputFile]  # by path, as the experiment gives it
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """By what they are for ("data set"), the files that a run reads."""
+    """The files that a run reads, by purpose ("data set")."""
 
     files: dict[str, Files]
     format: str = FORMAT
 
 
 def keep_inputs(run: Run, directory: RunDirectory, *, anew: bool = False) -> None:
-    """Notes what this start of the run reads, where that is not noted yet; `anew`: in place of what is.
+    """Notes the inputs of this start of the run that are not noted yet; `anew` replaces earlier notes.
 
     Raises UserError if a file cannot be read, RunError if the note cannot be written.
     """
@@ -54,9 +54,10 @@ def keep_inputs(run: Run, directory: RunDirectory, *, anew: bool = False) -> Non
 
 
 def check_inputs(run: Run, directory: RunDirectory) -> None:
-    """Raises UserError if what this start of the run reads is not what the run began with, as far as that was noted."""
+    """Raises UserError if this start would read other inputs than the run began with. Inputs that were not noted
+    pass."""
     noted = _noted(directory)
-    if not noted:  # of a run that was made before inputs were noted
+    if not noted:  # an older version made the run
         return
     for what, files in inputs_of(run).items():
         if what not in noted or files == noted[what]:
@@ -66,13 +67,13 @@ def check_inputs(run: Run, directory: RunDirectory) -> None:
         raise UserError(
             f"the {what} of the run in {directory.path} has changed since the run began: "
             f"{', '.join(changes[:_SHOWN])}{more}; put it back, or start a new run with another --run-dir "
-            f"(--resume {ACCEPT} goes on with what is there now)"
+            f"(--resume {ACCEPT} resumes with the present files)"
         )
 
 
 def inputs_of(run: Run) -> dict[str, Files]:
-    """By what they are for, the files that a start of the run reads: not the checkpoints of models that come from the
-    run's own, nor the rollouts of steps that are made. Raises UserError if a file cannot be read."""
+    """By purpose, the files that a start of the run reads, without the checkpoints of models that come from the run's
+    own, and without rollouts of finished steps. Raises UserError if a file cannot be read."""
     found: dict[str, Files] = {}
     try:
         for what, paths, digest in _read(run):

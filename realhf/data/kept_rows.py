@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,34 +20,34 @@ from realhf.data.files.digest import content_digest
 from realhf.data.files.opening import data_files
 from realhf.data.tokenizer import tokenizer_files
 
-if TYPE_CHECKING:
-    from realhf.data.text_dataset import TextDataset
-
+Options = dict[str, Any]
 # Raise it when the same files and options give other rows than before.
 _FORMAT_VERSION = 1
 
 
-def kept_on_disk(dataset: "TextDataset") -> np.ndarray | None:
-    """The rows [rows], from 0, that another process has found; None if none has."""
+def kept_on_disk(kind: str, options: Options) -> np.ndarray | None:
+    """The rows [rows], from 0, that another process has found for a data set; None if none has.
+
+    kind: the name of the data set's class, whose fields are `options`.
+    """
     try:
-        content = read_bytes(_path(dataset))
+        content = read_bytes(_path(kind, options))
         return np.frombuffer(content, np.dtype("<i8"))
     except (OSError, ValueError):
         return None
 
 
-def keep_on_disk(dataset: "TextDataset", rows: np.ndarray) -> None:
+def keep_on_disk(kind: str, options: Options, rows: np.ndarray) -> None:
     """Keeps rows for other processes, where the disk allows."""
     with contextlib.suppress(OSError):
-        path = _path(dataset)
+        path = _path(kind, options)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, rows.astype("<i8").tobytes())
 
 
-def _path(dataset: "TextDataset") -> Path:
-    options = msgspec.to_builtins(dataset) | {"path": "", "tokenizer": ""}
-    files = tokenizer_files(dataset.tokenizer, dataset.chat_template)
-    known = [_FORMAT_VERSION, type(dataset).__name__, options, version("tokenizers")]
-    known += [content_digest(data_files(dataset.path)), [path.name for path in files], content_digest(files)]
+def _path(kind: str, options: Options) -> Path:
+    files = tokenizer_files(options["tokenizer"], options["chat_template"])
+    known = [_FORMAT_VERSION, kind, options | {"path": "", "tokenizer": ""}, version("tokenizers")]
+    known += [content_digest(data_files(options["path"])), [path.name for path in files], content_digest(files)]
     digest = hashlib.blake2b(msgspec.json.encode(known), digest_size=16).hexdigest()
     return user_cache_path("realhf") / "data" / f"{digest}.rows"

@@ -1,7 +1,7 @@
-"""Shows what a model will see of a file: `python -m realhf.data.look KIND --path FILE --tokenizer DIR`.
+"""Shows a file as a model will see it: `python -m realhf.data.look KIND --path FILE --tokenizer DIR`.
 
 KIND is `prompts`, `examples` or `pairs`; the options are those of the data sets. After the line that describes the
-data set come its first rows, with special tokens, and with [[ ]] around what is in the loss.
+data set come its first rows, with special tokens, and with [[ ]] around the tokens in the loss.
 """
 
 import sys
@@ -26,7 +26,7 @@ class Shown:
 
 
 def lines(dataset: TextDataset, rows: int) -> Iterator[str]:
-    """What is printed of a data set. Raises UserError for what is wrong with it."""
+    """The printed lines of a data set. Raises UserError for its first fault."""
     yield dataset.describe()
     opened, kept = dataset.open(), dataset.kept_rows()
     for row in range(min(rows, len(opened.file))) if kept is None else kept[:rows].tolist():
@@ -38,7 +38,7 @@ def lines(dataset: TextDataset, rows: int) -> Iterator[str]:
 
 
 def _in_loss(values: dict[str, Tokens], key: str) -> list[int]:
-    """[tokens]: 1 where a model learns the token; of a prompt none."""
+    """[tokens]: 1 where a model learns the token; 0 in a prompt."""
     tokens = values[key]
     match key:
         case "tokens":

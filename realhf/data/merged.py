@@ -12,7 +12,7 @@ from realhf.data.text_dataset import TextDataset
 class MergedDataset:
     """Data sets whose keys stand side by side (prompts, and texts of pretraining), each in an order of its own.
 
-    Samples of one prompt share a row of the first data set; of the others every sample has its own.
+    Samples of one prompt share a row of the first data set, and have rows of their own in the others.
 
     Raises:
         UserError: two of them have one key, or different tokenizers.

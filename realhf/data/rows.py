@@ -14,7 +14,7 @@ _KEPT_STEPS = 4
 
 
 class DatasetRows:
-    """Samples of any step, in any order. Of a `MergedDataset`, rows and records are those of its first part.
+    """Samples of any step, in any order. In a `MergedDataset`, rows and records are those of its first part.
 
     Rows are tokenised at first use. The rows of the last few steps are kept for the calls of a step, but not those of
     the whole data set, which may not fit into memory.

@@ -59,11 +59,6 @@ def right_answer(prompt: str) -> str:
     return "".join(sorted(prompt.removesuffix(">")))
 
 
-def is_right(prompt_text: str, response_text: str) -> bool:
-    """The rule: the response is exactly the sorted letters and the end token."""
-    return response_text == right_answer(prompt_text) + EOS
-
-
 def ensure(data_dir: str | Path, seed: int = 0) -> Path:
     """Makes the files unless they are there already; returns the folder.
 

@@ -1,4 +1,4 @@
-"""The folder of a miniature task: it appears complete or not at all, and says what made it."""
+"""The folder of a miniature task: it appears complete or not at all, and its manifest says how it was made."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ MANIFEST = "manifest.json"
 
 
 def task_manifest(task: str, version: int, seed: int, sizes: Mapping[str, int]) -> dict[str, object]:
-    """What a folder says of itself. `version` rises when the same seed gives other files than before."""
+    """The manifest in a folder. `version` rises when the same seed gives other files than before."""
     return {"task": task, "format_version": version, "seed": seed, "sizes": dict(sizes)}
 
 
@@ -25,7 +25,7 @@ def ensure_folder(data_dir: str | Path, manifest: Mapping[str, object], write: C
     The folder appears complete or not at all, also when several processes make it at once.
 
     Raises:
-        UserError: the folder holds something else, or what another manifest says.
+        UserError: the folder holds something else, or the data of another manifest.
     """
     target = Path(data_dir)
     if target.is_dir() and any(target.iterdir()):
@@ -49,7 +49,7 @@ def ensure_folder(data_dir: str | Path, manifest: Mapping[str, object], write: C
 def make_by_command(
     module: str, example: str, ensure: Callable[[str, int], Path], described: Callable[[Path], str]
 ) -> None:
-    """`python -m MODULE DIR --seed N`: makes a task's data and says what is there."""
+    """`python -m MODULE DIR --seed N`: makes a task's data and lists its files."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description="Makes the data of a miniature task; does nothing where it is there already.",

@@ -1,4 +1,4 @@
-"""A data set of text: options, the check of all rows, and what reads them. No torch here.
+"""A data set of text: options, the check of all rows, and their reader. No torch here.
 
 A row of a file becomes a draft (texts, `realhf.data.drafts`), a draft becomes tokens (`realhf.data.encoding`), and
 tokens become the keys that calls read. `realhf.data.datasets` has the kinds.
@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from realhf.api.data_options import DataOptions
@@ -30,7 +31,8 @@ from realhf.data.tokenizer import TextTokenizer, Tokens, tokenizer_files
 class TextDataset(DataOptions, ABC):
     """Rows of text with a tokenizer; every worker must see the files of both.
 
-    path: JSONL or parquet, a folder or a pattern (`data/train-*.parquet`) of such files, or what `datasets` saved.
+    path: JSONL or parquet, a folder or a pattern (`data/train-*.parquet`) of such files, or a folder saved by
+        `datasets`.
     tokenizer: the directory of a model, or a tokenizer.json.
     """
 
@@ -56,14 +58,14 @@ class TextDataset(DataOptions, ABC):
 
     @abstractmethod
     def draft(self, record: Record, roles: Mapping[str, str], writer: ChatWriter) -> Draft:
-        """The texts of a row. Raises ValueError saying what is wrong with it."""
+        """The texts of a row. Raises ValueError naming the fault."""
 
     @abstractmethod
     def columns(self, row: EncodedRow) -> dict[str, Tokens]:
         """The value of every key."""
 
     def open(self) -> "OpenDataset":
-        """The rows, and what reads them. Raises UserError for whatever is wrong before the first row."""
+        """The rows with their reader. Raises UserError for any fault before the first row."""
         return OpenDataset(self)
 
     def check(self) -> DatasetExtent:
@@ -91,18 +93,18 @@ class TextDataset(DataOptions, ABC):
     def kept_rows(self) -> np.ndarray | None:
         """The rows [rows] of the file, from 0, that are not left out, in order; None: all.
 
-        What one process has found, others on the machine read, under a digest of all that it depends on.
+        Other processes on the machine read the rows that one has found, under a digest of all that they depend on.
 
         Raises:
             UserError: as `check`.
         """
         if not self.limits.may_drop:
             return None
-        kept = kept_on_disk(self)
+        kept = kept_on_disk(type(self).__name__, msgspec.to_builtins(self))
         return self._scan().kept if kept is None else kept
 
     def describe(self) -> str:
-        """A line that says what is read: file, rows, columns, template, lengths, what is left out.
+        """One line about the rows that are read: file, number, columns, template, lengths, rows left out.
 
         Raises:
             UserError: as `check`.
@@ -207,7 +209,7 @@ class OpenDataset:
         return tokenizer.end_tokens[0]
 
 
-# --- What all rows have.
+# --- Facts of all rows.
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
     )
     rows = np.frombuffer(kept, np.int64)
     if dataset.limits.may_drop:
-        keep_on_disk(dataset, rows)
+        keep_on_disk(type(dataset).__name__, msgspec.to_builtins(dataset), rows)
     return _Scan(extent, rows, _description(opened, extent))
 
 

@@ -13,7 +13,7 @@ from realhf.api.data_options import DEFAULT_DATE
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_loose_json
 from realhf.base.reading import read_bytes, read_text
-from realhf.data.chat_template import ChatTemplate, Message, TemplateError, TemplateInputs
+from realhf.data.chat_template import ChatTemplate, TemplateError
 from realhf.data.tokenizer_file import TokenizerError, load_tokenizer, no_panic
 
 Tokens = list[int]
@@ -26,7 +26,7 @@ END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>",
 
 
 def tokenizer_files(location: str, chat_template: str = "") -> list[Path]:
-    """The files that a tokenizer and its chat template are made from, as far as they are there. Arguments: see
+    """The files, among those that exist, that a tokenizer and its chat template are made from. Arguments: see
     `TextTokenizer`."""
     place = Path(location)
     folder, main = (place, place / TOKENIZER_FILE) if place.is_dir() else (place.parent, place)
@@ -67,7 +67,7 @@ class TextTokenizer:
                 self._add_tokens()
         except (KeyError, TypeError, ValueError, OverflowError, TokenizerError) as error:
             raise UserError(
-                f"tokenizer {self.path}: its added tokens are none ({type(error).__name__}: {error}); correct "
+                f"tokenizer {self.path}: its added tokens cannot be read ({type(error).__name__}: {error}); correct "
                 "added_tokens_decoder and the special tokens of tokenizer_config.json, or take that file away"
             ) from None
         unknown = getattr(self._tokenizer.model, "unk_token", None)
@@ -165,37 +165,13 @@ class TextTokenizer:
 
     # --- Chats.
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-    ) -> str:
-        """The text of a chat, to be encoded without further special tokens (`special=False`).
-
-        Args:
-            messages: turns in their order, with `role` and `content`.
-            add_generation_prompt: ends with the header of the assistant's turn.
-            tools: JSON schemas of functions that the assistant may call.
-
-        Raises:
-            UserError: the tokenizer has no template.
-            TemplateError: the template refuses the chat.
-        """
-        inputs = TemplateInputs(add_generation_prompt=add_generation_prompt, tools=tools)
-        return self.template(tools is not None).render(messages, inputs)
-
-    def template(self, with_tools: bool = False) -> ChatTemplate:
-        """The chat template; `with_tools` prefers the one for tools, where there are several.
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template. It writes all special tokens itself: encode its texts with `special=False`.
 
         Raises:
             UserError: there is none, or it is broken.
         """
-        return self._templates[with_tools]
-
-    @cached_property
-    def _templates(self) -> tuple[ChatTemplate, ChatTemplate]:
         found = self._template_texts()
         given = self._given_template
         if given and given not in found:
@@ -210,13 +186,8 @@ class TextTokenizer:
         if not given and "default" not in found:
             names = ", ".join(sorted(found))
             raise UserError(f"tokenizer {self.path}: it has the chat templates {names}; name one with chat_template")
-        name = given or "default"
-        plain = self._compile(found[name])
-        return plain, self._compile(found["tool_use"]) if not given and "tool_use" in found else plain
-
-    def _compile(self, source: str) -> ChatTemplate:
         try:
-            return ChatTemplate(source, self.special_tokens, self._date)
+            return ChatTemplate(found[given or "default"], self.special_tokens, self._date)
         except TemplateError as error:
             raise UserError(
                 f"tokenizer {self.path}: its chat template is broken ({error}); correct it, or give another one with "

@@ -1,4 +1,4 @@
-"""A tokenizer.json from outside: what it asks of the library is looked at before, since some of it never ends."""
+"""A tokenizer.json from outside. It is checked before the library gets it, since some files never end."""
 
 import re
 from collections.abc import Iterator
@@ -51,8 +51,8 @@ def load_tokenizer(path: Path) -> Any:
         for pattern in (part for name, part in named if name == "Regex" and isinstance(part, str)):
             if reason := why_without_end(pattern):
                 raise UserError(
-                    f"tokenizer {path}: the pattern {pattern[:80]!r} {reason}, so that a short text can take it for "
-                    "ever; give a tokenizer whose patterns repeat single characters and classes of them"
+                    f"tokenizer {path}: the pattern {pattern[:80]!r} {reason}, so a short text can take it forever; "
+                    "give a tokenizer whose patterns repeat single characters and classes of them"
                 )
         with no_panic():
             tokenizer = Tokenizer.from_buffer(content)
@@ -75,7 +75,7 @@ def _named(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _named(part)
     for name, part in value.items() if isinstance(value, dict) else ():
         yield name, part
-        if name != "vocab":  # of a hundred thousand
+        if name != "vocab":  # has a hundred thousand entries
             yield from _named(part)
 
 

@@ -92,7 +92,7 @@ def check_copies(
 
 
 def _versions(graph: DataflowGraph, name: str) -> set[tuple[str, int]]:
-    """What a call must wait for to have its version of the parameters."""
+    """The calls that a call must wait for to have its version of the parameters."""
     return {(edge.parent, edge.steps_back) for edge in graph.parents(name) if edge.kind == "version"}
 
 

@@ -172,9 +172,9 @@ class ModelFunctionCallDef:
         same_parts = protocol.distribute(layout) == usual.distribute(layout)
         if self.uses_model and not (same_parts and set(protocol.collect(layout)) == set(usual.collect(layout))):
             raise UserError(
-                f"{self.name}: protocol {protocol.name} is not what {usual.name} is on {layout}, and a pass through "
-                f"the model needs {usual.name}, under which its devices work on the same samples; leave protocol out, "
-                f"or give {type(self.interface_impl).__name__} uses_model=False if it asks nothing of the model"
+                f"{self.name}: protocol {protocol.name} differs from {usual.name} on {layout}, and a pass through the "
+                f"model needs {usual.name}, so that its devices work on the same samples; leave protocol out, or give "
+                f"{type(self.interface_impl).__name__} uses_model=False if it does not use the model"
             )
         if self.output_data and not protocol.restores(layout):
             raise UserError(
@@ -243,7 +243,7 @@ class DataflowGraph:
         if not self.model_calls:
             raise UserError(
                 f"all calls ({', '.join(self.beside)}) run beside the devices, and none has a model; add the call that "
-                "makes what they read"
+                "makes their inputs"
             )
         self.pools = dict(pools or {})
         check_pools(self.pools, self.models)
@@ -382,7 +382,7 @@ def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:
 
 
 def _samples_per_prompt(calls: Sequence[ModelFunctionCallDef]) -> int:
-    """Of all generate calls; 1 where there is none."""
+    """The responses to a prompt, in all generate calls; 1 where there is none."""
     generating = [call for call in calls if call.generates]
     if not generating:
         return 1

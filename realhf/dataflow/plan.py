@@ -25,7 +25,7 @@ from realhf.geometry.micro_dp import contains, grouped_like
 from realhf.geometry.shards import shard_boxes
 
 FORMAT = "execution-plan/1"
-DIGEST_LENGTH = 12  # of a plan's digest, where people read it
+DIGEST_LENGTH = 12  # characters of a plan's digest that people see
 
 
 class CallCompute(
@@ -156,7 +156,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     order: one period of the total order in which the master issues calls, every call once; empty: one step after the
         other.
     offload: models that wait in host memory while no call needs them.
-    staleness: rollouts are made by weights so many steps old, in an experiment that leaves it to the plan
+    staleness: age in steps of the weights that make rollouts, in an experiment that leaves it to the plan
         (`realhf.api.staleness`).
     intervals: how sure the predictions are; in plans that were predicted.
     models: the architectures that the plan was made for; a plan written by hand may leave them out.
@@ -376,7 +376,7 @@ def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
 
 
 def _check_compute(plan: ExecutionPlan, graph: DataflowGraph) -> None:
-    """Each call says of its computation only what is its own to say."""
+    """Each call states only the parts of its computation that are its own."""
     for name, call in plan.calls.items():
         definition = graph.model_calls[name]
         home = plan.home(graph, definition.model_name)
@@ -419,8 +419,8 @@ def _check_recomputed(name: str, call: CallPlan, number: int, config: DecoderCon
         )
     if call.compute.recomputation in (None, "off"):
         raise UserError(
-            f"{name}: compute has recomputed_layers={number} without what is recomputed in these layers; say "
-            'recomputation "selective" or "full" beside it, or leave it out'
+            f"{name}: compute has recomputed_layers={number} without the kind of recomputation; add "
+            'recomputation "selective" or "full", or leave it out'
         )
 
 
@@ -449,8 +449,8 @@ def _check_micro_dp(plan: ExecutionPlan, graph: DataflowGraph) -> None:
             fitting = grouped_like(home, call.layout, num_layers)
             remedy = f"set it to {list(fitting.strategy.micro_dp)}" if fitting else "leave it out"
             raise UserError(
-                f"{name}: with micro_dp={list(call.micro_dp)} its {call.strategy} does not hold on every device what "
-                f"the home, {home} of {home_call}, has there; {remedy}"
+                f"{name}: with micro_dp={list(call.micro_dp)}, {call.strategy} does not contain the home's part on "
+                f"every device; the home is {home} of {home_call}; {remedy}"
             )
 
 
@@ -474,7 +474,8 @@ def _check_order(plan: ExecutionPlan, graph: DataflowGraph) -> None:
         # The parent of step t - edge.steps_back is issued in period t - edge.steps_back + parent_back.
         if (parent_back - edge.steps_back, parent_place) >= (child_back, child_place):
             raise UserError(
-                f"order: {edge.child} comes before {edge.parent}, of which it needs the result; move it behind"
+                f"order: {edge.child} needs the result of {edge.parent} but is scheduled before it; move {edge.child} "
+                f"after {edge.parent}"
             )
 
 

@@ -73,7 +73,7 @@ def _listed(devices: Sequence[int]) -> str:
     """`0-3, 6`; whatever is no number as it is."""
     if not all(isinstance(device, int) for device in devices):
         return ", ".join(map(repr, devices))
-    ends: list[list[int]] = []  # of each run of neighbours: the first, and the last if it is another
+    ends: list[list[int]] = []  # for each run of neighbours: the first, and the last if it is another
     for device in devices:
         if ends and device == ends[-1][-1] + 1:
             ends[-1][1:] = [device]

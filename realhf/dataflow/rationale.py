@@ -27,7 +27,7 @@ class Instead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a feature of the plan is worth: `without_s` is a step of the best plan found that lacks it, as the plan is
+    """The gain of a feature of the plan: `without_s` is a step of the best plan found that lacks it, as the plan is
     otherwise; None: no such plan fits into memory. `of` names a call, or a model that waits in host memory."""
 
     of: str

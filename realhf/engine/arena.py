@@ -1,4 +1,4 @@
-"""One contiguous tensor with named views: what collectives and the optimizer see as a single vector."""
+"""One contiguous tensor with named views, which collectives and the optimizer see as a single vector."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""The seam between a worker and the engine: what a worker asks of a model, whichever backend computes it.
+"""The seam between a worker and the engine: the interface of a model for the worker, whichever backend computes it.
 
 To add a backend, write a class that is made from a `ModelSpec` and has the methods of `EngineModel`, and list it in
 `realhf.api.backends.BACKENDS`.
@@ -67,8 +67,8 @@ class EngineModel(Model, Protocol):
         """Random weights that depend on the seed alone, whatever the layout."""
 
     def state(self) -> Boxes:
-        """What this rank writes into a checkpoint: boxes of parameters, of the oldest version where there are several,
-        of the other versions (`NAME@newer_1`), and of optimizer states (`NAME@exp_avg`).
+        """The boxes that this rank writes into a checkpoint: parameters (the oldest version where there are several),
+        newer versions (`NAME@newer_1`), and optimizer states (`NAME@exp_avg`).
 
         Views of the live tensors, in the order and of the places that
         `realhf.models.checkpoint_index.state_owners` gives this rank: one rank has every element of the model.
@@ -85,7 +85,7 @@ class EngineModel(Model, Protocol):
         """
 
     def close(self) -> None:
-        """Gives back what the model keeps between calls, before process groups end."""
+        """Frees the resources that the model keeps between calls, before process groups end."""
 
 
 def build_model(backend: str, spec: ModelSpec) -> EngineModel:

@@ -1,7 +1,7 @@
 """From a configuration and a place in a layout to a decoder whose parameters lie in one arena."""
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.arena import Arena
-from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import ParameterSpec, decoder_parameters
 from realhf.geometry.shards import flat_layout
 from realhf.models.decoder import Decoder
@@ -75,23 +75,7 @@ def attach_gradients(decoder: Decoder, gradients: Arena) -> None:
         let_add_to_grad(parameter)
 
 
-def boxes(decoder: Decoder) -> dict[str, tuple[Box, Tensor]]:
-    """This rank's parameters: name -> (which part of the global parameter, its local tensor)."""
-    local = dict(decoder.named_parameters())
-    groups = decoder.groups
-    return {
-        box.name: (box, local[box.name].detach()) for box in device_boxes(decoder.config, groups.layout, groups.rank)
-    }
-
-
-def initialise(decoder: Decoder, seed: int, names: Container[str] | None = None) -> None:
-    """Fills the parameters (only `names`, if given) with the random weights of `seed`; see `fill_initial`."""
-    fill_initial(decoder.config, boxes(decoder).values(), seed, names)
-
-
-def fill_initial(
-    config: DecoderConfig, held: Iterable[tuple[Box, Tensor]], seed: int, names: Container[str] | None = None
-) -> None:
+def fill_initial(config: DecoderConfig, held: Iterable[tuple[Box, Tensor]], seed: int) -> None:
     """Fills tensors with their boxes' part of the random weights of `seed`.
 
     Every global parameter is drawn in float32 from a generator keyed by the seed and its name, some rows after
@@ -99,12 +83,11 @@ def fill_initial(
     """
     specs = {spec.name: spec for spec in decoder_parameters(config)}
     for name, of_name in by_name(held).items():
-        if names is None or name in names:
-            for drawn, values in _initial_rows(specs[name], seed):
-                for box, local in of_name:
-                    common = box.intersect(drawn)
-                    if common is not None:
-                        local[common.slices_in(box)].copy_(values[common.slices_in(drawn)])
+        for drawn, values in _initial_rows(specs[name], seed):
+            for box, local in of_name:
+                common = box.intersect(drawn)
+                if common is not None:
+                    local[common.slices_in(box)].copy_(values[common.slices_in(drawn)])
 
 
 def initial_value(spec: ParameterSpec, seed: int) -> Tensor:

@@ -25,8 +25,8 @@ def run_stage(
 ) -> Tensor | Logits:
     """A model chunk of this stage on `hidden` (on the tokens, the first chunk of the first stage).
 
-    Returns hidden states [tokens, hidden] in the order of the packing (with `shards`: this rank's of them); of the
-    model's last layers the head's output in the order of the batch.
+    Returns hidden states [tokens, hidden] in the order of the packing (with `shards`: this rank's of them); on the last
+    stage, the head's output in the order of the batch.
     """
     x = micro_batch.tokens if hidden is None else hidden
     return decoder(x, micro_batch.positions, micro_batch.attend, micro_batch.restore, shards, recomputed, chunk)
@@ -45,7 +45,7 @@ def forward(
     """See `realhf.engine.interface.Model.forward`.
 
     Raises:
-        InterfaceError: what `postprocess` gave breaks a rule, or is not finite.
+        InterfaceError: the result of `postprocess` breaks a rule, or is not finite.
     """
     places = batch.balanced(tokens_key, micro_batches)
     parts = [batch.select(chosen) for chosen in places]

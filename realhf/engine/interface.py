@@ -1,4 +1,5 @@
-"""What an algorithm sees: the model it is called on, the call's context, and what it gives back."""
+"""The interface of an algorithm's code: the model that it is called on, the call's context, and the result of a
+call."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from realhf.engine.batch import Batch
 Stats = dict[str, tuple[float, float]]
 
 # The output of a model's head: values [tokens], or `realhf.parallel.vocabulary.Logits` [tokens, vocab], which are
-# computed only as far as they are asked for. Callbacks know which of the two their model has.
+# computed only where they are read. Callbacks know which of the two their model has.
 Head = Any
 
 # (output of the model's head on a micro-batch, packed; the micro-batch)
@@ -34,7 +35,7 @@ EndCheck = Callable[[np.ndarray], bool]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What a model is to generate for the samples of a batch.
+    """A request to generate responses for the samples of a batch.
 
     options: how tokens are drawn.
     sample_key: (seed, step). With the sample's id and the token's position it determines every random number.
@@ -46,7 +47,7 @@ class GenerationRequest:
     limits: the longest response of each sample, where it is below `options.max_new_tokens`.
     return_logits: whether to give back the logits of every drawn token.
     is_end: finds `options.stop_strings` in a response, because the engine knows no text.
-    planned_graphs: what the plan says of graphs of decode steps, where the options leave it open.
+    planned_graphs: how long graphs of decode steps live by the plan, where the options leave it open.
     """
 
     options: GenerationOptions
@@ -100,8 +101,8 @@ class Model(Protocol):
     ) -> dict[str, list[Tensor]]:
         """Runs the model without gradients on `batch.data[tokens_key]`.
 
-        Returns what `postprocess` gave, concatenated over the micro-batches, on the ranks of the
-        last pipeline stage; {} elsewhere. The head's output is the same on all ranks there.
+        Returns the results of `postprocess`, concatenated over the micro-batches, on the ranks of the last pipeline
+        stage; {} elsewhere. The head's output is the same on all ranks there.
         """
 
     def train_step(
@@ -119,25 +120,25 @@ class Model(Protocol):
 
 
 class Context(Protocol):
-    """What surrounds a call."""
+    """The run and the step around a call."""
 
     seed: int
     step: int
     micro_batches: int
     decode_graphs: GraphLife | None
-    """What the plan says of graphs of decode steps."""
+    """How long graphs of decode steps live, by the plan."""
     holds_outputs: bool
     """True on the one rank of each data-parallel group whose outputs and statistics are taken."""
     record: frozenset[str]
     """Keys that the run records although no call consumes them, such as `logits` or `margin`."""
     batch_size: int
-    """Samples of the step on all data-parallel ranks together; of a batch of the evaluation in its calls."""
+    """Samples of the step on all data-parallel ranks together; in an evaluation, of its batch."""
     samples_per_prompt: int
     """Samples i * samples_per_prompt to (i + 1) * samples_per_prompt - 1 are responses to one prompt, for every i."""
     state: dict[str, float]
-    """Numbers that the call keeps from step to step, such as an adaptive coefficient: none in the first step, then what
-    the step before has left. Checkpoints have them, so a resumed run goes on with them. All ranks have to leave the
-    same ones: at most 64, finite. Calls of an evaluation keep none."""
+    """Numbers that the call keeps from step to step, such as an adaptive coefficient: none in the first step, then
+    those that the step before has left. Checkpoints have them, so a resumed run goes on with them. All ranks have to
+    leave the same ones: at most 64, finite. Calls of an evaluation keep none."""
 
     def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of the data set that the samples `ids` have, with all their fields: answers, test cases and whatever
@@ -158,7 +159,8 @@ class Context(Protocol):
         All data-parallel ranks have to call it. Samples that no rank gives have zeros.
 
         Args:
-            ids: of this rank's samples (`Batch.ids`), of all its mini-batches for statistics of the whole step.
+            ids: the ids of this rank's samples (`Batch.ids`); for statistics of the whole step, of all its
+                mini-batches.
             values: [len(ids), ...], of one dtype on all ranks.
 
         Raises:
@@ -172,21 +174,11 @@ class CallResult:
 
     Taken only from ranks where `holds_outputs` is true; others return an empty one.
 
-    What is stored and sent on must be alike in all samples of a key but for the length: one dtype (bool, uint8, int8,
-    int16, int32, int64, float16, bfloat16, float32, float64), one shape behind the length. Every key of the call's
-    `output_data` must be there, all of its values finite. A statistic is a pair (sum, weight) of finite numbers, the
-    weight at least 0. `realhf.engine.returned` checks this where the result is taken.
+    All samples of a key have one dtype (bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64)
+    and one shape after the length. Every key of the call's `output_data` must be there, all of its values finite. A
+    statistic is a pair (sum, weight) of finite numbers, the weight at least 0. `realhf.engine.returned` checks this
+    where the result is taken.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     stats: Stats = field(default_factory=dict)
-
-
-class Interface(Protocol):
-    """An implementation has those of the three methods that its calls use."""
-
-    def generate(self, model: Model, batch: Batch, context: Context) -> CallResult: ...
-
-    def inference(self, model: Model, batch: Batch, context: Context) -> CallResult: ...
-
-    def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult: ...

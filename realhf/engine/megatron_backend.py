@@ -25,7 +25,7 @@ from realhf.models.decoder import DecoderLayer
 from realhf.models.rotary import rotate
 from realhf.parallel.sequence import TokenShards
 
-# Ours -> Megatron's, of what is the same in both.
+# Our name -> Megatron's, for parameters that are the same in both.
 _SAME = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
@@ -50,18 +50,6 @@ def to_megatron(weights: Mapping[str, Tensor], config: DecoderConfig) -> dict[st
             fused[f"self_attention.linear_qkv.{kind}"] = torch.cat(parts, dim=1).flatten(0, 1)
     fused[_FC1] = torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]])
     return fused
-
-
-def from_megatron(weights: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-    """The inverse of `to_megatron`: views of, or copies from, Megatron's parameters by our names."""
-    own = {ours: weights[theirs] for ours, theirs in _SAME.items() if theirs in weights}
-    rows = [config.num_heads // config.num_kv_heads * config.head_dim, config.head_dim, config.head_dim]
-    for kind in ("weight", "bias"):
-        if (name := f"self_attention.linear_qkv.{kind}") in weights:
-            parts = weights[name].unflatten(0, (config.num_kv_heads, -1)).split(rows, dim=1)
-            own |= {f"self_attn.{n}_proj.{kind}": x.flatten(0, 1) for n, x in zip("qkv", parts, strict=True)}
-    own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"] = weights[_FC1].chunk(2)
-    return own
 
 
 class MegatronModel(ShardedModel):
@@ -109,7 +97,7 @@ class MegatronLayers:
 
 
 class _CoreAttention(nn.Module):
-    """What stands between Megatron's products of attention; made by Megatron, from the arguments of its own."""
+    """Attention between Megatron's projections. Megatron makes it, with its own arguments."""
 
     def __init__(self, **arguments: Any):
         super().__init__()

@@ -27,7 +27,7 @@ def check_megatron(config: DecoderConfig, strategy: ParallelStrategy, device_typ
 
 
 def check_architecture(config: DecoderConfig) -> None:
-    """Raises UserError unless a layer is one of Llama's kind, which is what is translated here."""
+    """Raises UserError unless layers are of Llama's kind: no other kind is translated here."""
     is_llama = config.norm == "rms" and config.mlp == "gated" and config.activation == "silu"
     has_other = config.attention_output_bias or config.mlp_bias or config.experts.count or config.positions != "rotary"
     if not is_llama or has_other:

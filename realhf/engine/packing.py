@@ -1,4 +1,4 @@
-"""Micro-batches as the decoder computes them: sequences packed end to end, and what they begin with alike only once."""
+"""Micro-batches as the decoder computes them: sequences packed end to end, with common prefixes only once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from realhf.models.attention import PackedAttention
 from realhf.models.prefixed_attention import PrefixedAttention, Suffix
 
 # On the CPU, oneDNN makes a kernel for every number of rows that it has not seen: some milliseconds for the products of
-# a layer, each time that lengths add up to something new. Up to so many rows, numbers are rounded up to multiples.
+# a layer, for each new sum of lengths. So numbers of rows are rounded up to multiples, up to these limits.
 _EXACT_ROWS = 64
 _FINE_ROWS, _FINE_MULTIPLE, _COARSE_MULTIPLE = 512, 32, 64
 
@@ -44,8 +44,8 @@ def pack_micro_batch(
 ) -> PackedMicroBatch:
     """Packs tensors [length] of tokens; none may be empty.
 
-    With `shares_prefixes`, on the CPU: what neighbours begin with alike (the prompt of a group of responses) is
-    computed once. The gradient of such a token is the sum over its sequences, as it is without sharing.
+    With `shares_prefixes`, on the CPU: a common prefix of neighbours (the prompt of a group of responses) is computed
+    once. The gradient of such a token is the sum over its sequences, as it is without sharing.
     """
     if shares_prefixes and device.type == "cpu" and (prefixes := shared_prefixes(sequences)):
         return _pack_with_prefixes(sequences, prefixes)
@@ -73,7 +73,7 @@ def pack_micro_batch(
 
 
 def _padding(tokens: int) -> int:
-    """Rows to add to so many tokens."""
+    """Rows of padding to add to `tokens` tokens."""
     if tokens <= _EXACT_ROWS:
         return 0
     return -tokens % (_FINE_MULTIPLE if tokens <= _FINE_ROWS else _COARSE_MULTIPLE)
@@ -106,8 +106,8 @@ def shared_prefixes(sequences: Sequence[Tensor]) -> list[SharedPrefix]:
 
 
 def _pack_with_prefixes(sequences: Sequence[Tensor], prefixes: Sequence[SharedPrefix]) -> PackedMicroBatch:
-    """Padding, then whole sequences and prefixes in order of length, then what follows the prefixes, in order of the
-    prefix's length and of its own."""
+    """Padding, then whole sequences and prefixes in order of length, then the rests behind prefixes, in order of the
+    prefix's length and of their own."""
     shared = {place: prefix for prefix in prefixes for place in prefix.members}
     pieces = [(len(sequence), False, i) for i, sequence in enumerate(sequences) if i not in shared]
     pieces += [(prefix.length, True, prefix.members[0]) for prefix in prefixes]
@@ -122,7 +122,7 @@ def _pack_with_prefixes(sequences: Sequence[Tensor], prefixes: Sequence[SharedPr
     rows_behind = {i: (starts[len(pieces) + k], length) for k, (_, length, i) in enumerate(behind)}
 
     def rows(i: int) -> list[Tensor]:
-        """Of the tokens of a sequence."""
+        """The rows of the tokens of sequence `i`."""
         if i in alone:
             return [torch.arange(starts[alone[i]], starts[alone[i] + 1])]
         at, (start, length) = starts[owners[shared[i].members[0]]], rows_behind[i]

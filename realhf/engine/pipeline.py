@@ -1,4 +1,4 @@
-"""Hidden states between pipeline stages, and what carries out a schedule of passes.
+"""Messages of hidden states between pipeline stages, and the execution of a schedule of passes.
 
 All stages of a data-parallel index hold the same batch, so each side knows the shape of every
 message, though micro-batches differ: none is sent along.
@@ -46,7 +46,7 @@ class Neighbours:
         return Transfer(received, peer, dist.irecv(received, peer, self.groups.pipeline) if tokens else None)
 
     def take(self, transfer: Transfer) -> Tensor:
-        """What has been received, once it has."""
+        """Waits for the received tensor, and returns it."""
         self._wait(transfer, "a message from")
         return transfer.tensor
 
@@ -83,7 +83,7 @@ class Neighbours:
             raise RunError(f"{who()}, at most {self.timeout_s:g} s: {error}") from error
 
 
-# (pass, what it needs: hidden states or gradients, None where no stage gives any) -> what the next stage needs.
+# (pass, its input: hidden states or gradients, None where no stage sends any) -> the input of the next stage.
 Compute = Callable[[Pass, Tensor | None], Tensor | None]
 EndPass = Callable[[], None]
 
@@ -115,8 +115,8 @@ def run_forward(
 ) -> None:
     """Runs all micro-batches through this stage's chunks.
 
-    `forward(run, hidden)` gets what the virtual stage before sent (None on the first) and returns what the next one
-    gets (None on the last).
+    `forward(run, hidden)` gets the output of the virtual stage before (None on the first) and returns the input of the
+    next one (None on the last).
     """
     strategy, stage = neighbours.groups.layout.strategy, neighbours.groups.stage
     steps = forward_steps(strategy.pp, strategy.chunks, len(token_counts))[stage]

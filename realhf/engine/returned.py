@@ -1,4 +1,4 @@
-"""What an algorithm's code gives back is checked here, where it is taken: results of calls, and of its callbacks."""
+"""Checks the results of an algorithm's code where they are taken: results of calls, and of callbacks."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -18,19 +18,21 @@ MAX_STATE, MAX_STATE_NAME = 64, 64  # numbers that a call keeps from step to ste
 
 
 class InterfaceError(Exception):
-    """What an interface or one of its callbacks gave back breaks a rule: the text names key, sample, value and rule."""
+    """The result of an interface or of one of its callbacks breaks a rule; the text names key, sample, value and
+    rule."""
 
 
 def check_result(
     result: Any, ids: Sequence[int], *, declared: Collection[str], recorded: Collection[str], holds_outputs: bool
 ) -> CallResult:
-    """What is taken of a call's result: outputs that the call declares or the run records, and statistics as floats.
+    """The parts of a call's result that are taken: outputs that the call declares or the run records, and statistics as
+    floats.
 
     The rules are those of `CallResult`. Values that are recorded only may be NaN or infinite: they are for looking at.
 
     Args:
-        ids: of the samples of the call's batch.
-        holds_outputs: without it nothing is taken, and the type alone is checked.
+        ids: ids of the samples of the call's batch.
+        holds_outputs: if false, nothing is taken and only the type is checked.
 
     Raises:
         InterfaceError: the result breaks a rule.
@@ -57,7 +59,7 @@ def check_result(
 
 
 def check_columns(columns: Any, ids: Sequence[int], *, finite: bool) -> dict[str, list[Tensor]]:
-    """What a `Postprocess` gave for the samples `ids`. Raises InterfaceError."""
+    """The checked result of a `Postprocess` for the samples `ids`. Raises InterfaceError."""
     columns = _checked_dict(columns, "the function given to model.forward returned", "tensors by key")
     for key, values in columns.items():
         check_column(f"column {key!r} of the function given to model.forward", values, ids, finite=finite)
@@ -124,13 +126,13 @@ def check_state(state: Any) -> dict[str, float]:
             )
         if not _is_finite_number(number):
             raise InterfaceError(
-                f"context.state[{name!r}] is {_shown(number)}, must be a finite number: float(...) of what you keep"
+                f"context.state[{name!r}] is {_shown(number)}, must be a finite number: keep float(...) of it"
             )
     return {name: float(number) for name, number in numbers.items()}
 
 
 def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, Stats]:
-    """What a `LossFunction` gave for the samples `ids` of a micro-batch. Raises InterfaceError."""
+    """The checked result of a `LossFunction` for the samples `ids` of a micro-batch. Raises InterfaceError."""
     if not (isinstance(given, tuple | list) and len(given) == 2):
         raise InterfaceError(f"the loss function returned {_shown(given)}, must be a pair (loss, statistics)")
     loss, stats = given
@@ -138,7 +140,7 @@ def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, Stats]:
     if not is_scalar or not loss.requires_grad:
         raise InterfaceError(
             f"the loss is {_shown(loss)}{', without a gradient' if is_scalar else ''}, must be a scalar tensor of "
-            "floating point with a gradient: the sum of its terms, computed from what the model's head put out"
+            "floating point with a gradient: the sum of its terms, computed from the output of the model's head"
         )
     if not math.isfinite(loss.item()):
         raise InterfaceError(
@@ -149,7 +151,7 @@ def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, Stats]:
 
 
 def check_end(answer: Any) -> bool:
-    """What an `EndCheck` gave. Raises InterfaceError."""
+    """The checked result of an `EndCheck`. Raises InterfaceError."""
     if not isinstance(answer, bool | np.bool_):
         raise InterfaceError(f"is_end, given to model.generate, returned {_shown(answer)}, must be True or False")
     return bool(answer)

@@ -74,14 +74,14 @@ class TransformersDecoder:
         restore: Tensor | None = None,
         *_: object,
     ) -> WholeLogits | Tensor:
-        """Of packed sequences, `tokens` [rows] int64, in the order of the batch: logits [tokens, vocab], or values
-        [tokens]. See `realhf.engine.packing.PackedMicroBatch`.
+        """Logits [tokens, vocab] or values [tokens] of packed sequences, in the order of the batch; `tokens` [rows]
+        int64. See `realhf.engine.packing.PackedMicroBatch`.
 
         The model gets one sequence a row, padded behind its end, where no token attends to.
         """
         lengths, padding = attend.lengths, 0
         if restore is not None:
-            padding = len(tokens) - len(restore)  # in front there are so many sequences of one token
+            padding = len(tokens) - len(restore)  # sequences of one token, in front
             restore, lengths = restore - padding, lengths[padding:]
         sequences = tokens[padding:].split(lengths)
         padded = pad_sequence(list(sequences), batch_first=True)  # [sequences, longest]

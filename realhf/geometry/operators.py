@@ -36,13 +36,13 @@ def operator_of(spec: ParameterSpec) -> str:
     if len(spec.shape) == 1:
         return NORMS
     module = spec.name.removesuffix(".weight").rpartition(".")[2]
-    # Of a mixture of experts; its router is `mlp.gate`.
+    # The operator of a mixture of experts; its router is `mlp.gate`.
     kind = "experts" if ".experts." in spec.name or module == "gate" else module.removesuffix("_proj")
     return f"layers.{spec.layer}.{kind}"
 
 
 def kind_of(operator: str) -> str:
-    """What operators of all layers have in common: `q`, `embedding`, and so on."""
+    """The kind of an operator, the same in all layers: `q`, `embedding`, and so on."""
     return operator.rpartition(".")[2]
 
 
@@ -78,7 +78,7 @@ def slice_modes(model: DecoderConfig, rules: ModeRules) -> Mapping[str, tuple[Mo
     """The modes of every operator's slices.
 
     Raises:
-        UserError: a rule names no operator, or asks for what an operator cannot do.
+        UserError: a rule names no operator, or a mode that an operator does not have.
     """
     known = operators(model)
     modes = dict.fromkeys(known, _DEFAULT)

@@ -68,14 +68,14 @@ def decoder_parameters(model: DecoderConfig) -> tuple[ParameterSpec, ...]:
 
 
 def _of_transformers(model: TransformersConfig) -> Iterator[ParameterSpec]:
-    """No parameter is divided over tensor parallelism. A number in a name says the layer; what stands before the first
-    layer is of the embedding, what stands behind it of the head."""
+    """No parameter is divided over tensor parallelism. A number in a name is the layer. Parameters before the first
+    layer belong to the embedding, those after it to the head."""
     place: Place = "embedding"
     for name, shape in model.parameters:
         number = re.search(r"\.(\d+)\.", name)
         layer = int(number[1]) if number else -1
         if 0 <= layer < model.num_layers:
-            place = "head"  # of all without a number from now on
+            place = "head"  # for all without a number from now on
             yield ParameterSpec(name, shape, None, "layer", layer)
         elif model.head == "lm" or name not in model.head_parameters:
             yield ParameterSpec(name, shape, None, place)

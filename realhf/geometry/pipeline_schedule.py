@@ -1,4 +1,4 @@
-"""Which pass every pipeline stage runs when, and with whom it exchanges what. Numbers only; no torch here.
+"""The order of passes of every pipeline stage, and its messages. Numbers only; no torch here.
 
 With one model chunk a stage this is 1F1B (PipeDream-Flush), with more of them interleaved 1F1B (Narayanan et al.,
 2021, section 2.2). Chunk c of stage s is *virtual stage* c * pp + s: hidden states go from each to the next, so from
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-FORWARD_TIME, BACKWARD_TIME = 1, 2  # of one chunk, in the simulation; a backward pass has twice the products
+FORWARD_TIME, BACKWARD_TIME = 1, 2  # one chunk, in the simulation; a backward pass has twice the products
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Message:
-    """What stage `receiver` needs for its pass `target`: hidden states for a forward pass, gradients for a backward."""
+    """The input of stage `receiver` for its pass `target`: hidden states for a forward pass, gradients for a
+    backward."""
 
     sender: int
     receiver: int

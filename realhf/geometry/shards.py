@@ -56,7 +56,7 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model lies: a layout, and what data parallelism divides there."""
+    """The placement of a model: a layout, and the state that data parallelism divides there."""
 
     layout: Layout
     data_parallel: DataParallel = "zero1"
@@ -105,7 +105,7 @@ def units(model: DecoderConfig, layout: Layout, device: int, data_parallel: Data
     their use.
 
     "zero1" divides all parameters as one vector. "fsdp" divides units that are gathered together: an embedding, a
-    layer, or the final norm with the head. With modes, what is replicated is one vector, what is not gathered another,
+    layer, or the final norm with the head. With modes, replicated operators are one vector, ZeRO-1 operators another,
     and every sharded slice one more. A tied embedding is a unit on both of its stages, so the shards of both stages
     have the same elements.
 
@@ -155,8 +155,8 @@ class OperatorSlice(NamedTuple):
 
 
 def units_of_slices(slices: Iterable[OperatorSlice], unit: Callable[..., Unit]) -> tuple[Unit, ...]:
-    """What is replicated as one vector, what is not gathered as another, and every sharded slice as one more; `unit`
-    makes them of the fields of a slice."""
+    """The vectors of operators: one of the replicated ones, one of the ZeRO-1 ones, and one of every sharded slice;
+    `unit` makes them from the fields of a slice."""
     always: dict[Mode, dict[str, Box]] = {"replicated": {}, "zero1": {}}
     gathered: list[Unit] = []
     for part in slices:
@@ -218,7 +218,7 @@ def counted_range(model: DecoderConfig, layout: Layout, device: int, unit: Unit)
 def counted_slices(
     model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
 ) -> list[slice]:
-    """Where the counted parts lie in the vector of what this rank updates of all units, end to end; one of each."""
+    """Places of the counted parts in the vector of all updated parts of this rank, end to end; one of each."""
     if _divides_dimensions(model, layout, data_parallel):
         box, start = _dimension_shards(model, layout, device)[-1]
         return [slice(0, start + box.size)]
@@ -239,7 +239,8 @@ def shard_boxes(
     *,
     only_counted: bool = False,
 ) -> list[tuple[Box, int]]:
-    """The boxes of what this rank updates of all units, each with its offset in the vector of these parts, end to end.
+    """The boxes of the parts of all units that this rank updates, each with its offset in the vector of these parts,
+    end to end.
 
     torch's `fully_shard` divides a model of `transformers`: each parameter along one of its dimensions.
 

@@ -8,15 +8,15 @@ from realhf.base.errors import UserError
 from realhf.machine.gpus import FOR_THE_CPU, VISIBLE, Gpu, visible_gpus
 from realhf.machine.torch_build import torch_cuda_version
 
-# What a launcher tells a worker: "cuda" or "cpu", and which of the run's devices on its machine it has, as in "cuda:1".
-# CUDA shows a worker no other GPU than that one, whatever its number.
+# The device that a launcher names to a worker: "cuda" or "cpu", and its number among the run's devices on the machine,
+# as in "cuda:1". CUDA shows a worker no other GPU than that one, whatever its number.
 DEVICE_VARIABLE = "REALHF_DEVICE"
 WITHOUT_GPU = {VISIBLE: ""}
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one worker computes on, and its environment. `place`: a GPU's UUID, or the number of a share of the CPU."""
+    """The device of one worker, and its environment. `place`: a GPU's UUID, or the number of a share of the CPU."""
 
     place: str
     environment: dict[str, str]

@@ -17,7 +17,7 @@ from realhf.launch.devices import devices_of, gpus_for
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec, module_of
 
-# How long a poll executes requests before it returns; what else the launching process does has to wait for it.
+# How long a poll executes requests before it returns; other work of the launching process waits for it.
 _POLL_S = 0.5
 
 
@@ -43,7 +43,7 @@ class InProcessLauncher(Launcher):
     """Runs `in_process` of each process's module here, a generator that returns an exit code.
 
     `poll` advances the generators on the calling thread: `breakpoint()` in an interface opens pdb, and `poll` raises
-    what an interface raises. The master's has a thread of its own. The modules set the deadlines to a week.
+    the exceptions of interfaces. The master's has a thread of its own. The modules set the deadlines to a week.
     """
 
     uses_terminal = True

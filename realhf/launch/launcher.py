@@ -1,4 +1,4 @@
-"""What a launcher is, and how `--launcher NAME` finds one."""
+"""The interface of launchers, and how `--launcher NAME` finds one."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ UNKNOWN_RETURNCODE = 255
 class Exit:
     """How a process ended: with an exit code, or -N if signal N killed it (as in subprocess).
 
-    `note` is what the cluster says about it, such as a node failure.
+    `note` is the cluster's reason, such as a node failure.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Launcher(Protocol):
         return None
 
     def preview(self, job: Job) -> str:
-        """What `start` would do, as text: the batch script, for example. Raises UserError as `start` does."""
+        """The actions of `start`, as text: the batch script, for example. Raises UserError as `start` does."""
         return "".join(f"{process.name}: {' '.join(process.argv)}\n" for process in job.processes)
 
     def start(self, job: Job) -> None:
@@ -77,9 +77,11 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def stop(self, *, grace_s: float = 5.0) -> None:
-        """Ends what is left: asks (SIGTERM), and after `grace_s` kills. Returns when nothing is left.
+        """Ends the remaining processes: asks them (SIGTERM), and kills them after `grace_s`. Returns when all have
+        ended.
 
-        May be called at any time; `poll` does not report what it ended. Raises RunError where that cannot be ended.
+        May be called at any time; `poll` does not report the processes that it ended. Raises RunError where one cannot
+        be ended.
         """
         raise NotImplementedError
 
@@ -108,7 +110,7 @@ class Launcher(Protocol):
         return None
 
     def lost(self) -> frozenset[str]:
-        """The places of the last job that are not there any more, as far as that is known."""
+        """The known places of the last job that are not there any more."""
         return frozenset()
 
     def room(self, avoided: frozenset[str]) -> int:
@@ -133,7 +135,7 @@ def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:
     """The class that `--launcher name` means: a name of `LAUNCHERS`, or `MODULE:CLASS` from elsewhere.
 
     MODULE is a file (`my_launcher.py`), an installed module, or one in `folder`, the experiment's. Raises UserError if
-    there is no such launcher, module or class, or the class lacks what a launcher needs.
+    there is no such launcher, module or class, or the class lacks members of a launcher.
     """
     module, _, cls = LAUNCHERS.get(name, name).rpartition(":")
     if not (module and cls):
@@ -151,7 +153,7 @@ def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:
     if lacking := _lacking(found):
         raise UserError(
             f"--launcher {name}: {cls} in {loaded.__file__} has no {', '.join(lacking)}; see "
-            "realhf.launch.launcher.Launcher for what a launcher needs"
+            "realhf.launch.launcher.Launcher"
         )
     return cast(type[Launcher], found)
 
@@ -175,7 +177,7 @@ def _load(name: str, module: str, folder: Path | None) -> Any:
 
 
 def _lacking(found: type) -> list[str]:
-    """What a launcher needs and a class does not have."""
+    """The members of a launcher that a class lacks."""
     members = [name for name in vars(Launcher) if not name.startswith("_")]
     methods = [name for name in members if inspect.isfunction(vars(Launcher)[name])]
     bare = {name for name in ("start", "poll", "stop") if getattr(found, name, None) is vars(Launcher)[name]}

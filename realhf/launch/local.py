@@ -22,7 +22,7 @@ from realhf.machine.gpus import Gpu
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.02
-# Marks all that descends from one launcher, also what left its process group or lost its parent.
+# Marks all descendants of one launcher, also those that left its process group or lost their parent.
 _LAUNCH_VARIABLE = "REALHF_LAUNCH_ID"
 
 
@@ -131,7 +131,7 @@ def _signal_groups(children: Sequence[_Child], number: signal.Signals) -> None:
 def start_child(
     argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None, *, is_idle: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own, which the system kills when the present thread ends. What it prints is
+    """Starts a process in a session of its own, which the system kills when the present thread ends. Its output is
     appended to its log. `is_idle`: it computes only where nothing else does. Raises OSError."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork as little as possible should happen

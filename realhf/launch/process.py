@@ -1,4 +1,4 @@
-"""What a launcher starts: the processes of a run, with their commands, environments and logs."""
+"""The processes that a launcher starts for a run: commands, environments and logs."""
 
 import importlib.util
 import os
@@ -17,9 +17,10 @@ WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
 
 # The exit code of `Job.again` where there is nothing left to do.
 AGAIN_ENDED = 3
-# The exit code of a worker that has told the master what failed. A worker that ends with another one died silently.
+# The exit code of a worker that has reported its failure to the master. A worker that ends with another one died
+# silently.
 TOLD_RETURNCODE = 86
-# Of a worker that has not heard its master for too long. The cause is elsewhere.
+# The exit code of a worker that has not heard its master for too long. The cause is elsewhere.
 MASTERLESS_RETURNCODE = 87
 
 
@@ -117,7 +118,7 @@ def processes_of(
 
 
 def workers_of(module: str, directory: RunDirectory, count: int, threads: int, **env: str) -> tuple[ProcessSpec, ...]:
-    """Workers that run a Python module on a directory, with `env` beside what every process gets."""
+    """Workers that run a Python module on a directory, with `env` added to the environment of every process."""
     argv, env = python_command(module, str(directory.path)), {**process_environment(threads), **env}
     return tuple(ProcessSpec(name=worker_name(index), argv=argv, env=env) for index in range(count))
 
@@ -135,11 +136,13 @@ def module_of(spec: ProcessSpec) -> tuple[str, ...]:
 
 
 def process_environment(threads: int = 1) -> dict[str, str]:
-    """What every process gets: `threads` unless the user asks for others, unbuffered output, and malloc's settings.
+    """The environment of every process: `threads` unless the user sets another number, unbuffered output, and malloc's
+    settings.
 
     malloc asks for huge pages (glibc from 2.35 on; others do not know the option). A model of 144 MB that one
     process sends to three or seven others was there in 0.75 and 0.88 of the time, since fewer pages are looked up.
-    `csrc/memory/aligned.cpp` says why it is loaded; what the user preloads comes first, another malloc for instance.
+    `csrc/memory/aligned.cpp` says why it is loaded; libraries that the user preloads come first, such as another
+    malloc.
     """
     own, preloaded = os.environ.get("GLIBC_TUNABLES"), os.environ.get("LD_PRELOAD")
     threads_text = os.environ.get("OMP_NUM_THREADS", str(threads))
@@ -147,11 +150,11 @@ def process_environment(threads: int = 1) -> dict[str, str]:
     return {
         **({"LD_PRELOAD": ":".join(filter(None, [preloaded, aligned]))} if aligned else {}),
         "OMP_NUM_THREADS": threads_text,
-        # Threads that wait for each other by spinning take the cores from whoever is waited for, where all cores are
-        # in use: a step of PPO with two threads on two busy cores took ten times as long as with one.
+        # Where all cores are in use, threads that spin while they wait take the cores from the threads that they wait
+        # for: a step of PPO with two threads on two busy cores took ten times as long as with one.
         **({} if threads_text == "1" else {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}),
         "PYTHONUNBUFFERED": "1",
-        # Of two values of one option the later counts: the user's.
+        # The later of two values of one option counts: the user's.
         "GLIBC_TUNABLES": ":".join(filter(None, ["glibc.malloc.hugetlb=1", own])),
     }
 

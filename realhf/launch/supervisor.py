@@ -14,7 +14,7 @@ from realhf.rundir.paths import MASTER, RunDirectory, worker_of
 from realhf.rundir.status import known_status
 
 POLL_S = 0.1
-# Returncodes of workers that have said to the master what failed, or of which something else is the cause.
+# Return codes of workers that have told the master their failure, or whose end has another cause.
 _NOT_THE_CAUSE = (0, TOLD_RETURNCODE, MASTERLESS_RETURNCODE, UNKNOWN_RETURNCODE)
 # After a first bad end, the others get this long to end as well: the first to be seen is not always the cause, and the
 # master takes a few seconds to find it out (more on a busy machine).
@@ -97,7 +97,7 @@ def _stop(launcher: Launcher) -> None:
 class _SignsOfLife:
     """Whether the master still writes its status, once it has begun to: before that it may wait in a queue.
 
-    What counts is that the file changes, by this process's clock: clocks of nodes differ.
+    Only changes of the file count, by this process's clock: clocks of nodes differ.
     """
 
     def __init__(self, directory: RunDirectory, silence_s: float) -> None:
@@ -127,7 +127,7 @@ class _SignsOfLife:
 
 
 def _is_settled(exits: dict[str, Exit]) -> bool:
-    """Whether the cause is known: a process was killed, or the master has written down what failed."""
+    """Whether the cause is known: a process was killed, or the master has written down the failure."""
     return any(end.is_killed for end in exits.values()) or MASTER in exits
 
 
@@ -144,9 +144,9 @@ def _is_silent(end: Exit) -> bool:
 
 
 def _explain(bad: Sequence[Exit], directory: RunDirectory, launcher: Launcher) -> RunError:
-    """The most telling of several bad ends: the silent ones, else what the master heard, else all.
+    """The most telling of several bad ends: the silent ones, else the failure that the master reported, else all.
 
-    Of the silent ones, those that ended as the first did: the others may be a consequence.
+    Among silent ends, only those like the first count: the others may be a consequence.
     """
     silent = [end for end in bad if _is_silent(end)]
     silent = [end for end in silent if end.is_killed == silent[0].is_killed]
@@ -160,7 +160,7 @@ def _explain(bad: Sequence[Exit], directory: RunDirectory, launcher: Launcher) -
 
 
 def _described(blamed: Sequence[Exit], directory: RunDirectory, launcher: Launcher) -> str:
-    """At most `_DESCRIBED` ends in full; those of which only the job's state is known are one."""
+    """At most `_DESCRIBED` ends in full; ends known only by the job's state share one sentence."""
     unknown = [end for end in blamed if end.returncode == UNKNOWN_RETURNCODE and end.note]
     known = [end for end in blamed if end not in unknown]
     texts = [_describe(end, directory, launcher) for end in known[:_DESCRIBED]]

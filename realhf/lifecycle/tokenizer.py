@@ -44,7 +44,7 @@ def keep_tokenizer(run: Run, directory: RunDirectory) -> None:
         if found is not None:
             shutil.copyfile(found, part / name)
     if template := getattr(dataset, "chat_template", ""):  # the option's, which takes the place of the tokenizer's
-        text = TextTokenizer(part, template).template().source
+        text = TextTokenizer(part, template).template.source
         write_atomically(part / CHAT_TEMPLATE, text.encode())
     _complete(part, getattr(dataset, "end_token", ""))
     sync_directory(part)

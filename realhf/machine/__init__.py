@@ -1,1 +1,1 @@
-"""What the machine that this process runs on has: its GPUs, its cores and its memory."""
+"""The machine that this process runs on: its GPUs, cores and memory."""

@@ -107,7 +107,7 @@ def machine_gpus() -> Machine:
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver, such as 580.95.05, on a machine with GPUs."""
+    """The version of NVIDIA's driver, such as 580.95.05, on a machine with GPUs."""
     pynvml.nvmlInit()
     try:
         return str(pynvml.nvmlSystemGetDriverVersion())

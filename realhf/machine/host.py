@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 
 ROOT = Path("/")
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The addresses of this host, and what of it reaches another one."""
+"""The addresses of this host, and those at which it reaches another one."""
 
 import contextlib
 import ipaddress

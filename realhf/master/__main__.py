@@ -34,7 +34,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 async def serve(directory: RunDirectory, run: Run, host: str, begun: Callable[[asyncio.Task[None]], None]) -> None:
-    """Runs the experiment, listening on `host`. `begun` gets the task; whoever cancels it ends the run."""
+    """Runs the experiment, listening on `host`. `begun` gets the task; cancelling it ends the run."""
     start_id = own_start()
     keys = load_master_keys(directory.keys, num_workers=run.spec.num_workers)
     check_start(directory, start_id)  # so that these are not the keys of another

@@ -9,13 +9,13 @@ import msgspec
 from realhf.transport.clock import now_s
 from realhf.transport.messages import Span
 
-# Clocks that are kept by NTP differ by less, and so may what a busy machine needs to hand over a heartbeat.
+# Clocks under NTP differ by less, and a busy machine may delay a heartbeat by less.
 TOLERATED_S = 0.25
 _HEARTBEATS = 30
 
 
 class WorkerClocks:
-    """Puts what workers say of times by their clocks onto the master's.
+    """Converts times by workers' clocks to the master's clock.
 
     A heartbeat names the time at which it was sent, and arrives a little later: of the last ones, the difference of the
     fastest is the difference of the clocks. Smaller ones than TOLERATED_S are left alone. Workers on the master's host
@@ -38,7 +38,7 @@ class WorkerClocks:
             self._differences.setdefault(worker, deque(maxlen=_HEARTBEATS)).append(self._now() - sent_s)
 
     def offset_s(self, worker: int) -> float:
-        """What is to be added to a worker's times."""
+        """The seconds to add to a worker's times."""
         offset = min(self._differences.get(worker, ()), default=0.0)
         return offset if abs(offset) > TOLERATED_S else 0.0
 

@@ -90,7 +90,7 @@ def dataset_sequences(call: ModelFunctionCallDef) -> Sequence[str]:
 
 @dataclass
 class WorkerMoves:
-    """What one worker sends and receives in a transfer."""
+    """One worker's part of a transfer: the messages that it sends and receives."""
 
     sends: list[Send] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
@@ -156,7 +156,8 @@ class DataDirectory:
         Sending is shared evenly among all holders, also those that have just received the sample (`BroadcastTrees`).
 
         Returns:
-            rounds, to be sent in their order: a worker sends what it holds, or has received in an earlier round.
+            rounds, to be sent in their order: a worker sends samples that it holds, or has received in an earlier
+            round.
         """
         lacking: dict[int, list[int]] = {}
         for worker, part in sorted(division(layout, protocol).part_of.items()):

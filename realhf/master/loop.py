@@ -56,8 +56,8 @@ class CallRecord:
     stats_of: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)  # by worker
 
     def add_up_stats(self) -> None:
-        """Makes `stats` of what all workers replied: in the order of workers, since in the order of their replies the
-        last bits of the sums would differ from run to run."""
+        """Makes `stats` from the replies of all workers, in the order of workers: in the order of replies the last bits
+        of the sums would differ from run to run."""
         for worker in sorted(self.stats_of):
             for name, (total, weight) in self.stats_of[worker].items():
                 old_total, old_weight = self.stats.get(name, (0.0, 0.0))
@@ -92,7 +92,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """A graph with what its plan says of it: all that `Dispatcher` needs to run it.
+    """A graph with its plan: all that `Dispatcher` needs to run it.
 
     calls: the plan of each call.
     homes: the layout in which each model's parameters live between calls, on devices or, if the model is one of
@@ -314,7 +314,7 @@ class Dispatcher:
         return mesh.size
 
     async def _offload(self, planned: PlannedGraph, node: Node) -> None:
-        """Has the models that were loaded for `node` moved back to host memory after it; no call waits for that."""
+        """Moves the models that were loaded for `node` back to host memory after it; no call waits for that."""
         batch = BatchKey(planned.split, node.step)
         for model in models_needed(planned.graph, node.call):
             for worker in planned.homes[model].mesh.devices if model in planned.offload else ():

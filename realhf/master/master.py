@@ -1,4 +1,4 @@
-"""The master worker: waits for the workers, runs the plan step by step, and records what happened."""
+"""The master worker: waits for the workers, runs the plan step by step, and records events."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from realhf.data.text_dataset import TextDataset
 from realhf.dataflow.copies import with_copies
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.master.clocks import WorkerClocks
-from realhf.master.drift import DriftWatch, told_calls
+from realhf.master.drift import DriftWatch, reported_calls
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph
 from realhf.master.milestones import Milestones
 from realhf.master.records import Trace, log_step, step_metrics
@@ -88,9 +88,9 @@ class Master:
         self._ending: RunState = "done"
         self._end_request: EndRequest | None = None
         self._why_early = ""
-        self._drift = DriftWatch(run.spec.drift_threshold, told_calls(read_events(directory.events)))
+        self._drift = DriftWatch(run.spec.drift_threshold, reported_calls(read_events(directory.events)))
         self._step = run.spec.resume_step
-        self._statistics: dict[str, float] = {}  # of the last step, and of an evaluation after it
+        self._statistics: dict[str, float] = {}  # the last step's, and those of an evaluation after it
         self._previous_end = now_s()
 
     async def run(self) -> None:
@@ -116,7 +116,7 @@ class Master:
                         task.result()
                 self._write_status(self._ending, self._why_early)
         except RunError as error:
-            check_start(self._directory, self._start_id)  # what it says is nothing of the present start
+            check_start(self._directory, self._start_id)  # the error of a stale start is not reported
             try:
                 self._write_status("failed", str(error), error.workers)
             except OSError:  # the disk is full; the flight recorder's file has its space, and the launcher reads it
@@ -177,7 +177,8 @@ class Master:
             await self._server.send(worker, Shutdown())
 
     async def _end_early(self, request: EndRequest, step: int) -> None:
-        """Saves the run after `step`, unless that was done. An evaluation that is due is left to whoever goes on."""
+        """Saves the run after `step`, unless that was done. An evaluation that is due is left to the run that
+        resumes."""
         logger.info("ending after step %d, %s", step, request.in_words)
         await self._saver.settle()
         if step not in (self._run.spec.resume_step, self._saver.saved_step):
@@ -187,8 +188,8 @@ class Master:
         self._why_early = f"ended after step {step}, {request.in_words}"
 
     async def _check_inputs(self) -> None:
-        """Raises RunError if what the run reads has changed since it began, as it may while a job waits."""
-        if not self._directory.inputs.exists():  # of a run that was made before they were noted
+        """Raises RunError if inputs of the run have changed since it began, as they may while a job waits."""
+        if not self._directory.inputs.exists():  # an older version made the run
             return
         try:
             await asyncio.to_thread(check_inputs, self._run, self._directory)
@@ -196,7 +197,8 @@ class Master:
             raise RunError(str(error)) from None
 
     def _record_setup(self) -> None:
-        """Records how far the start is: how many workers are there, and what the first one that is not ready does."""
+        """Records the progress of the start: the number of connected workers, and the activity of the first one that is
+        not ready."""
         texts = [f"setup: {self._signs.num_heard} of {self._num_workers} workers connected, {len(self._ready)} ready"]
         busy = (worker for worker in range(self._num_workers) if worker not in self._ready)
         doing = ((worker, self._signs.activity(worker, "").removeprefix("setup: ")) for worker in busy)
@@ -323,7 +325,7 @@ class Master:
                     totals[name] = (old[0] + total, old[1] + weight)
 
         if not await self._dispatcher.run_steps(planned, order, 1, add):
-            return  # the run ends; whoever goes on with it makes the evaluation
+            return  # the run ends; the evaluation is left to the run that resumes
         means = {name: total / weight for name, (total, weight) in totals.items() if weight}
         self._statistics |= means
         line = {"step": step, **means}

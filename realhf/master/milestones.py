@@ -26,7 +26,7 @@ class Milestones:
         self._step_s: float | None = None  # measured between the last two milestones
 
     def next(self, step: int) -> int:
-        """The next milestone after `step`, as far as it can be known now."""
+        """The next milestone after `step` that is known now."""
         self._rested_at_s = self._clock()
         due = [self._steps]
         due += [(step // every + 1) * every for every in (self._evaluation_every, self._save_every) if every]

@@ -74,8 +74,8 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
     tokens: the tokens of the sequences of the global batch, each counted once.
     peak_bytes: for each worker the most that models and data took in one of the step's calls, 0 if it had none; in
         `calls`, the peak of the call's fullest worker.
-    sent_bytes: in `calls`, by collective of data parallelism, what the worker that sent most sent.
-    A statistic keeps its name if one call has it; else the model's name stands before it.
+    sent_bytes: in `calls`, by collective of data parallelism, the bytes of the worker that sent most. A statistic keeps
+    its name if one call has it; else the model's name stands before it.
     """
     end = max(record.end for record in records)
     time_s = end - previous_end

@@ -10,7 +10,7 @@ from realhf.transport.messages import Reply
 class Request:
     """A request that a worker has not answered yet.
 
-    what: describes it, for error messages; workers that execute one request together have the same text.
+    what: describes the request, for error messages; workers that execute one request together have the same text.
     deadline_s: how long the worker may take.
     node: the call that it computes, if any.
     outputs, ids: the reply describes these keys of these samples.

@@ -39,12 +39,12 @@ class Saver:
         self._initial_steps = run.initial_steps  # now: the checkpoints that models start from may go during the run
         self._writing: set[int] = set()  # workers
         self._under_way = ""
-        self._step: int  # of the checkpoint under way
+        self._step: int  # the present checkpoint's
         self._all_written = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._begun: asyncio.Queue[RunState] = asyncio.Queue()
-        self._error: RunError | None = None  # of the checkpoint under way
+        self._error: RunError | None = None  # the present checkpoint's
         self._failures = 0  # in a row
         self.saved_step = 0
 
@@ -82,8 +82,8 @@ class Saver:
             raise ValueError(f"a report of the checkpoint {message.directory}, for which it was not asked")
         if message.error:
             self._error = RunError(
-                f"worker {worker} could not write its part of the checkpoint {message.directory}: {message.error}; the "
-                "checkpoints before are as they were: make room and go on from the last one with --resume"
+                f"worker {worker} could not write its part of the checkpoint {message.directory}: {message.error}; "
+                "earlier checkpoints are intact: make room and go on from the last one with --resume"
             )
             if not self._may_fail(self._step):
                 raise self._error
@@ -193,12 +193,12 @@ class Saver:
 
     def _staging(self, step: int) -> Path:
         target = step_folder(self._directory.checkpoints, step)
-        # What is left of another start may still write its own.
+        # Leftover processes of another start may still write their own.
         return target.with_name(f".{'.'.join(filter(None, [target.name, self._start_id, 'part']))}")
 
 
 def _not_complete(step: int, error: Exception) -> RunError:
     return RunError(
-        f"the master could not complete the checkpoint after step {step}: {error}; the checkpoints before are as they "
-        "were: go on from the last one with --resume"
+        f"the master could not complete the checkpoint after step {step}: {error}; earlier checkpoints are intact: "
+        "go on from the last one with --resume"
     )

@@ -102,7 +102,7 @@ class CallQueue:
 
     def _issuable(self) -> Iterator[Issue]:
         oldest = min(self._unfinished, default=0)
-        # First, for what they read was made just now, and workers only hand them on.
+        # They go first: their inputs were made just now, and workers only hand them on.
         yield from self._issue_beside(oldest + self._window)
         held_devices: set[int] = set()
         still_waiting = []

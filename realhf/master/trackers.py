@@ -40,7 +40,7 @@ class TensorBoard:
         self._writer.flush()
 
     def write_samples(self, name: str, step: int, samples: Sequence[Sample]) -> None:
-        """As text, of which TensorBoard shows one a step."""
+        """Writes the samples as one text, since TensorBoard shows one text a step."""
         self._writer.add_text(name, "\n\n".join(map(_markdown, samples)), step)
         self._writer.flush()
 

@@ -1,4 +1,4 @@
-"""What the master knows of its workers' health: the last message, the host, the last activity."""
+"""The health of workers, as the master sees it: the last message, the host, the last activity."""
 
 from collections.abc import Callable, Mapping, Sequence
 

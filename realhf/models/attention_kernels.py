@@ -20,7 +20,7 @@ from realhf.base.errors import UserError
 
 PackedKernel = Literal["flash-attn", "torch varlen", "scaled dot products"]
 
-_FLASH_CAPABILITY = (8, 0)  # of flash-attn 2 and of torch's build of it
+_FLASH_CAPABILITY = (8, 0)  # needed by flash-attn 2, and by torch's build of it
 # The first version with windows, pages and deterministic gradients.
 _FLASH_ATTN_VERSION = (2, 6)
 

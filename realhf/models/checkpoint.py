@@ -1,7 +1,7 @@
 """Checkpoints as boxes: each rank writes the boxes that it owns, and any layout reads the boxes that it needs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from realhf.models.checkpoint_index import (
     check_architecture,
     digest_file,
     file_keys,
-    finish,
     present,
     read_index,
     staging_directory,
@@ -35,6 +34,8 @@ DTYPE_NAME: dict[torch.dtype, DType] = {
     torch.bfloat16: "bfloat16",
 }
 
+ReadBox = Callable[[Tensor, Box], None]  # as `CheckpointReader.read_into`
+
 
 def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: Iterable[tuple[Box, Tensor]]) -> None:
     """Writes the boxes that `rank` owns; the checkpoint `directory` appears when `finish` is called.
@@ -46,17 +47,7 @@ def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: It
         ValueError: an owned box lies in no held box.
     """
     tensors = by_name(held)
-    write_pieces(directory, rank, [(box, part(tensors, box).detach()) for box in owned])
-
-
-def write_pieces(
-    directory: Path | str, rank: int, pieces: Sequence[tuple[Box, Tensor]], *, hashed: bool = False
-) -> None:
-    """As `write_boxes`, with the boxes and their tensors; several boxes may be of one parameter.
-
-    `hashed` makes a digest of the file for `CheckpointReader.check_content`.
-    """
-    write_snapshot(directory, rank, snapshot(pieces, copied=False), hashed=hashed)
+    write_snapshot(directory, rank, snapshot([(box, part(tensors, box)) for box in owned], copied=False))
 
 
 def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> dict[str, Tensor]:
@@ -70,32 +61,21 @@ def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> di
 
 
 def write_snapshot(directory: Path | str, rank: int, content: Mapping[str, Tensor], *, hashed: bool = False) -> None:
-    """Writes a `snapshot`; see `write_pieces`. An empty snapshot makes no file."""
+    """Writes a `snapshot` as the file of `rank`, on the disk when it returns. An empty snapshot makes no file.
+
+    `hashed` makes a digest of the file for `CheckpointReader.check_content`.
+    """
     if not content:
         return
     staging = staging_directory(Path(directory))
     staging.mkdir(parents=True, exist_ok=True)
     path = staging / box_file(rank)
-    (staging / digest_file(rank)).unlink(missing_ok=True)  # of an attempt that was interrupted
+    (staging / digest_file(rank)).unlink(missing_ok=True)  # left by an interrupted attempt
     partial = path.with_name(path.name + ".tmp")
     digest = write_safetensors(partial, content)
     if hashed:
         write_atomically(staging / digest_file(rank), digest.encode())
     partial.replace(path)
-
-
-def save_model(
-    directory: Path | str,
-    model: DecoderConfig,
-    state: Mapping[str, Tensor],
-    metadata: Mapping[str, Any] | None = None,
-) -> None:
-    """Saves a whole model that one process holds: global name -> whole tensor (and `<name>@<kind>` states)."""
-    whole = [(Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in state.items()]
-    owned = [box for box, _ in whole]
-    write_boxes(directory, 0, owned, whole)
-    dtype = next(tensor.dtype for name, tensor in state.items() if "@" not in name)
-    finish(directory, model, DTYPE_NAME[dtype], {0: owned}, metadata)
 
 
 def fill(target: Tensor, found: Tensor, name: str, offset: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint still hold what was written: their digests against those of the index."""
+"""Checks that the files of a checkpoint are as they were written: their digests against those of the index."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor

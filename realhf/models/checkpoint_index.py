@@ -22,7 +22,7 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, sync_directory, write_atomically
 from realhf.base.reading import open_regular, read_bytes, read_text
-from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.boxes import Box
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import decoder_parameters
 from realhf.geometry.shards import shard_boxes
@@ -105,25 +105,6 @@ def staging_directory(directory: Path) -> Path:
 def of_kind(box: Box, kind: str) -> Box:
     """The box of a parameter's state, with the same offset and shape: `<name>@exp_avg` for kind `exp_avg`."""
     return Box(f"{box.name}@{kind}", box.offset, box.shape) if kind else box
-
-
-def checkpoint_owners(model: DecoderConfig, layout: Layout, kinds: Sequence[str] = ("",)) -> dict[int, list[Box]]:
-    """By device, the boxes that it writes: each distinct box of the layout once, spread over its holders by size.
-
-    `kinds` are saved of each box by one device: "" is the parameter, others are its states (`exp_avg`). Devices that
-    write nothing have an empty list.
-    """
-    holders: dict[Box, list[int]] = {}
-    for device in layout.mesh.devices:
-        for box in device_boxes(model, layout, device):
-            holders.setdefault(box, []).append(device)
-    owned: dict[int, list[Box]] = {device: [] for device in layout.mesh.devices}
-    elements = dict.fromkeys(layout.mesh.devices, 0)
-    for box, devices in holders.items():
-        owner = min(devices, key=lambda device: (elements[device], device))
-        elements[owner] += box.size
-        owned[owner].extend(of_kind(box, kind) for kind in kinds)
-    return owned
 
 
 def optimizer_kinds(dtype: DType) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         self.trains_layer: Callable[..., Tensor] | None = None
         # As `trains_layer`, in passes without gradients.
         self.infers_layer: Callable[..., Tensor] | None = None
-        # Whether what sequences begin with alike may be computed once (`realhf.models.prefixed_attention`).
+        # Whether common prefixes of sequences may be computed once (`realhf.models.prefixed_attention`).
         self.shares_prefixes = all(config.window(layer) is None for layer in range(config.num_layers))
         self.chunks = chunk_layers(config.num_layers, strategy, groups.stage)
         self.model = _Trunk(config, chain(*self.chunks), strategy.tp, groups)
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
             positions: position of every token in its sequence [tokens].
             head_rows: the rows that the head runs on, in the order of its output (last stage; None: all).
             shards: with sequence parallelism: hidden states between layers and stages have this rank's tokens.
-            recomputed: the layers of which `realhf.models.recomputation.run_layer` keeps less.
+            recomputed: the layers whose activations `realhf.models.recomputation.run_layer` recomputes.
             chunk: which of `chunks`.
 
         Returns:

@@ -195,7 +195,7 @@ def is_hugging_face(directory: Path | str) -> bool:
 
 
 def _check_same(directory: Path, model: TransformersConfig) -> None:
-    """Raises UserError where the directory is of another architecture; what it holds, `transformers` says later."""
+    """Raises UserError where the directory is of another architecture. `transformers` checks its tensors later."""
     found = transformers_model(directory)
     if (found.config, found.parameters) != (model.config, model.parameters):
         raise UserError(

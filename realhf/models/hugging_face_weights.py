@@ -1,9 +1,9 @@
 """Reads and writes the weights of Hugging Face checkpoints, box by box."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -14,30 +14,19 @@ from torch import Tensor
 from realhf.architecture.families.family import Source
 from realhf.architecture.hugging_face import family_of, write_config
 from realhf.architecture.model import DecoderConfig, DType
-from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import TORCH_DTYPE, CheckpointReader, fill
+from realhf.models.checkpoint import TORCH_DTYPE, ReadBox, fill
 from realhf.models.checkpoint_index import replace_directory, staging_directory
 from realhf.models.hugging_face_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     WEIGHTS_INDEX_FILE,
     HuggingFaceDirectory,
-    is_hugging_face,
     sources,
 )
-
-ReadBox = Callable[[Tensor, Box], None]
-
-
-class BoxReader(Protocol):
-    """A checkpoint, whatever its kind."""
-
-    def read_into(self, tensor: Tensor, box: Box) -> None:
-        """Fills `tensor`, of the shape of `box`, converting to its dtype. Raises UserError where it cannot be read."""
 
 
 class HuggingFaceReader:
@@ -84,23 +73,6 @@ class HuggingFaceReader:
         if source.transposed:
             tensor = tensor.T
         fill(tensor, found, f"{path}: {source.tensor}", [place.start for place in _slices(source, box)])
-
-
-def open_checkpoint(directory: Path | str, model: DecoderConfig, new_head: bool = False) -> BoxReader:
-    """A reader of `model` from a checkpoint of either kind.
-
-    Raises:
-        UserError: there is no checkpoint, or it is of another architecture (with `new_head` its head may differ).
-    """
-    if is_hugging_face(directory) and isinstance(model, TransformersConfig):
-        from realhf.models.transformers_models import TransformersReader  # transformers may not be installed
-
-        return TransformersReader(directory, model, new_head)
-    if is_hugging_face(directory):
-        return HuggingFaceReader(directory, model, new_head)
-    reader = CheckpointReader(directory)
-    reader.check_architecture(model, ignore_head=new_head)
-    return reader
 
 
 def write_hugging_face(

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences of which some begin with the same tokens, computed once."""
+"""Causal attention over packed sequences, some with the same first tokens, which are computed once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Models of `transformers`: built without values, filled with random ones, read from and written to its directories.
 
-`python -m realhf.models.transformers_models` says what a config.json describes; see
+`python -m realhf.models.transformers_models` describes the model of a config.json; see
 `realhf.architecture.transformers_config`. Code of a checkpoint's own is never executed.
 """
 
@@ -25,11 +25,10 @@ from realhf.architecture.transformers_config import Description, TransformersCon
 from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import fill
+from realhf.models.checkpoint import ReadBox, fill
 from realhf.models.checkpoint_index import replace_directory, staging_directory
-from realhf.models.hugging_face_weights import ReadBox
 
-SCORE = "score.weight"  # of a scalar head, [1, hidden]
+SCORE = "score.weight"  # a scalar head's, [1, hidden]
 
 
 class CausalModel(nn.Module):
@@ -65,8 +64,8 @@ class CausalModel(nn.Module):
             setattr(self.get_submodule(owner), leaf, parameter)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None, **arguments: Any) -> Tensor:
-        """Of tokens [sequences, length] int64: logits [sequences, length, vocab] or values [sequences, length]; with
-        `places` [sequences, length] bool, those of the places that are true alone, [places, ...].
+        """Logits [sequences, length, vocab] or values [sequences, length] of tokens [sequences, length] int64. With
+        `places` [sequences, length] bool, only those of the places that are true: [places, ...].
 
         `arguments` go to the model of `transformers`.
         """
@@ -185,12 +184,12 @@ def _built(text: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def describe(text: str) -> Description:
-    """What the config.json `text` describes, found without memory for the model."""
+    """The model that the config.json `text` describes, found without memory for its parameters."""
     try:
         config = _config(text).get_text_config()
         with torch.device("meta"):
             causal = _built(text, torch.float32)
-    except Exception as error:  # of any class of transformers
+    except Exception as error:  # transformers raises many classes
         return Description(error=f"{error}")
     heads = config.num_attention_heads
     hidden = config.hidden_size

@@ -22,7 +22,7 @@ BUCKET_BYTES = 16 * 2**20  # received at once with gloo
 
 @dataclass(eq=False)
 class Traffic:
-    """What this rank sent in collectives, by their names: how often, and how many bytes.
+    """Messages that this rank sent in collectives, by name: their number and their bytes.
 
     A reduce-scatter or an all-gather of x bytes among n ranks sends x (n - 1) / n from each of them.
     """
@@ -35,7 +35,8 @@ class Traffic:
         self.sent_bytes[name] += flat.nbytes // group.size() * (group.size() - 1)
 
 
-# Those that count at the moment. Of the process: a backward pass may run in another thread than who asks.
+# The counters in use. They are global to the process, because a backward pass may run in another thread than its
+# caller.
 _counting: list[Traffic] = []
 
 
@@ -86,7 +87,7 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def all_gather_integers(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """What every rank of the group gives, by rank: equally many numbers. `traffic` does not count them."""
+    """The numbers of every rank of the group, by rank; all ranks give equally many. `traffic` does not count them."""
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     gathered = own.new_empty(group.size() * len(own))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -18,8 +18,8 @@ def let_add_to_grad(parameter: Tensor) -> None:
 
 
 def give_on_use(parameter: Tensor, use: Callable[[], None], sink: Callable[[], Tensor]) -> None:
-    """Has operations that read `parameter` part by part call `use` before they do, and add its gradient, when the
-    backward pass has come to it, to what `sink` gives. So one slice after another can be there for its use alone."""
+    """Operations that read `parameter` part by part call `use` first, and in the backward pass add its gradient to the
+    tensor that `sink` returns. So each slice can have memory for its use alone."""
     setattr(parameter, _USE, use)
     setattr(parameter, _SINK, sink)
 
@@ -29,11 +29,6 @@ def before_use(parameter: Tensor) -> None:
     use = getattr(parameter, _USE, None)
     if use is not None:
         use()
-
-
-def has_sink(parameter: Tensor) -> bool:
-    """Whether gradients of `parameter` go to `gradient_sink`, not to autograd."""
-    return bool(getattr(parameter, _SINK, False))
 
 
 def gradient_sink(parameter: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ from realhf.parallel.sequence import TokenShards, leave
 
 
 def sum_of_products(slices: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """x W^T, [..., out], of the slices of W along its columns, one after the other: what is gathered for one product
+    """x W^T, [..., out], by the slices of W along its columns, one after the other: a slice gathered for one product
     can be freed before the next."""
     parts = list(slices)
     columns = [part.get_parameter("weight").shape[1] for part in parts]
@@ -31,7 +31,7 @@ def sum_of_products(slices: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 
 class WeightSlice(nn.Module):
-    """Some columns of a linear's weight [out, columns], as a linear of its own: what is gathered for its use."""
+    """Some columns of a linear's weight [out, columns], as a linear of its own, which is gathered on its own."""
 
     def __init__(self, weight_shape: tuple[int, ...]):
         super().__init__()

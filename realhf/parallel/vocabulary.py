@@ -70,7 +70,7 @@ class Logits:
 
     @property
     def slices(self) -> list[Tensor]:
-        """Of this rank's rows of the weight; one where it is whole."""
+        """Slices of this rank's rows of the weight; one where the weight is whole."""
         return [self.weight] if isinstance(self.weight, Tensor) else list(self.weight)
 
     def full(self) -> Tensor:
@@ -256,7 +256,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Given:
-    """What the backward pass of `_TokenLogprobs` has for all tiles."""
+    """The state that the backward pass of `_TokenLogprobs` shares among its tiles."""
 
     softmax: _Softmax
     is_fused: bool
@@ -272,8 +272,8 @@ class _Given:
     def gradients(
         self, weight: Tensor, local: Tensor, grad_hidden: Tensor | None, needs_weight: bool, kept: Tensor | None
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Adds to the gradient of `hidden` what comes through a slice of the weight; gives the slice's own, part by
-        part, if that is needed. `kept`: the logits of its last tile."""
+        """Adds to the gradient of `hidden` the part that comes through a slice of the weight; gives the slice's own,
+        part by part, if that is needed. `kept`: the logits of its last tile."""
         hidden = self.hidden
         in_vocab, in_rows = self.tiles(weight)
         for columns in in_vocab:
@@ -336,7 +336,7 @@ def _joined(parts: Tensor) -> Tensor:
     """The statistics [4, n] of a vocabulary from those of its parts [parts, 4, n]."""
     logsumexp, greatest, picked, mean = parts.unbind(1)  # [parts, n] each
     whole = logsumexp.logsumexp(0)
-    share = (logsumexp - whole).exp()  # of the probability that lies in a part
+    share = (logsumexp - whole).exp()  # each part's share of the probability
     return torch.stack([whole, greatest.amax(0), picked.sum(0), (share * mean).sum(0)])
 
 

@@ -1,4 +1,4 @@
-"""Times whole calls of the engine on a short model, to find what the sum of their parts leaves out."""
+"""Times whole calls of the engine on a short model, to find the overhead beyond the sum of their parts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,15 +21,16 @@ from realhf.profiling.job import ProfileTarget
 from realhf.profiling.model_bench import ModelBench, Stopwatch
 
 LAYERS = 2  # one a stage where there are two
-SEQUENCES = 16  # of a data-parallel rank
+SEQUENCES = 16  # per data-parallel rank
 FEW, MANY = 1, 4  # micro-batches
-STEPS = 8  # of decoding
+STEPS = 8  # in decoding
 
 
 class CallBench:
     """Finds the overheads of a model type's calls; all ranks make it and call it together.
 
-    The head of inference and train_step is scalar: what the vocabulary costs is the head's, and measured there.
+    The head of inference and train_step is scalar: the cost of the vocabulary belongs to the head, and is measured
+    there.
 
     Args:
         data: groups of the layout of data parallelism alone over all ranks.
@@ -55,10 +56,10 @@ class CallBench:
         self.bench = ModelBench(self.model, target.dtype, data, device, watch)
 
     def overheads(self, optimizer_s_per_parameter: float, message_s: float) -> CallOverheads:
-        """What calls take beyond their parts.
+        """The seconds of calls beyond their parts.
 
-        Those of a call and of a micro-batch come from data-parallel calls of FEW and of MANY micro-batches. That
-        of a message comes from a pipeline of two stages, which compute while messages are on their way.
+        The overheads of a call and of a micro-batch come from data-parallel calls of FEW and of MANY micro-batches. The
+        overhead of a message comes from a pipeline of two stages, which compute while messages are on their way.
 
         Args:
             message_s: see `message_s`; 0 if no rank has a part in a pipeline.
@@ -138,7 +139,7 @@ class CallBench:
         return model
 
     def _parts_s(self, micro_batches: int) -> tuple[float, float]:
-        """(forward, backward) seconds of what the profile has measured, for one micro-batch."""
+        """(forward, backward) seconds of the parts that the profile has measured, for one micro-batch."""
         lengths = [len(sequence) for sequence in self.batch.split(micro_batches)[0].data["seq"]]
         layer, tokens = self.bench.layer(lengths), sum(lengths)
         others = zip(self.bench.embedding(tokens), self.bench.head(tokens), strict=True)

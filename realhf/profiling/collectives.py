@@ -26,14 +26,15 @@ def measure_collectives(
     dtype: torch.dtype,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CollectiveCosts:
-    """What the engine's collectives cost in `group` on vectors of `dtype`: lines through the times of 4 KiB to 16 MiB.
+    """The cost of the engine's collectives in `group` on vectors of `dtype`: lines through the times of 4 KiB to 16
+    MiB.
 
     A time is the median of READINGS, each of the slowest rank. All ranks of the group call this together, and all get
     the same numbers. None is a group of one rank, where nothing costs anything. `clock` tells seconds.
     """
     if group is None or group.size() == 1:
         return NO_COSTS
-    # In rounds over everything: what else the machine does comes and goes, and strikes all alike. The first warms up.
+    # In rounds over everything: other work of the machine comes and goes, and disturbs all alike. The first warms up.
     rounds = [
         [_reading(work, size_bytes, group, torch.empty(0, dtype=dtype, device=device), clock)
          for work in COLLECTIVES for size_bytes in SIZES_BYTES]

@@ -10,8 +10,8 @@ SIZES_BYTES = (2**10, 2**24)
 
 
 def communicator_bytes(device: torch.device, timeout_s: float) -> int | None:
-    """The most that a communicator of all ranks takes on one of their devices, to be asked by all of them; None where
-    there is one rank, and on a CPU. Nobody else may use the devices meanwhile: what is free on them is compared.
+    """The most bytes that a communicator of all ranks takes on one of their devices; None with one rank, and on a CPU.
+    All ranks call it together. Nothing else may use the devices meanwhile, because it compares their free memory.
     """
     if device.type != "cuda" or dist.get_world_size() == 1:
         return None
@@ -27,6 +27,6 @@ def communicator_bytes(device: torch.device, timeout_s: float) -> int | None:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Whoever has the rest: torch does not know what NCCL allocates."""
+    """Free memory of the device, by CUDA: torch does not know NCCL's allocations."""
     torch.cuda.synchronize(device)
     return torch.cuda.mem_get_info(device)[0]

@@ -1,4 +1,4 @@
-"""Times what a description of hardware says of a device and its links: products, memory, messages, launches."""
+"""Measures the constants of a hardware description: products, memory, messages, launches."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +15,7 @@ from realhf.profiling.network_bench import LEAST_PART
 # A product and a copy that leave the caches behind.
 PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
-MESSAGE_BYTES = (2**10, 2**24)  # of the latency, and of the bandwidth
+MESSAGE_BYTES = (2**10, 2**24)  # for the latency, and for the bandwidth
 # Nothing of it takes long but its launches.
 SMALL = DecoderConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=2, num_kv_heads=2)
 CONTEXT = 16
@@ -25,7 +25,7 @@ class ConstantsBench:
     """Measures constants on all ranks at the same time, as a run loads the machine; all ranks make the same calls.
 
     Args:
-        groups: of a layout of data parallelism alone over all ranks.
+        groups: process groups of a layout with data parallelism alone, over all ranks.
         exchange: sends a tensor to a neighbour and back; None where this rank has none.
         num_workers: of the world.
     """

@@ -1,4 +1,4 @@
-"""Curves of seconds over sizes, from measurements that noise may spoil: what cannot be true is measured again."""
+"""Curves of seconds over sizes, from noisy measurements: impossible values are measured again."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from itertools import pairwise
 from realhf.planning.model.profile import Curve
 
 MOST_ROUNDS, A_ROUND = 2, 2  # more measurements of a doubtful size; with the first an odd number, so that one counts
-LEAST_S = 1e-9  # what a curve's file can tell from nothing
+LEAST_S = 1e-9  # a curve's file can tell it from 0
 # Backward has at least as many operations as forward, of layers and heads twice as many. So it takes at least a good
 # part of their time at the best rate that forward reached. An embedding sums over tp in its forward pass alone.
 LEAST_OF_FORWARD, LEAST_OF_EMBEDDING = 0.25, 0.02
@@ -19,21 +19,21 @@ Floors = Callable[[Sequence[int], Sequence[Sequence[float]]], Sequence[Sequence[
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """A curve that is above zero and never falls, and the sizes at which it is not what was measured."""
+    """A curve that is above zero and never falls, and the sizes at which it differs from the measurement."""
 
     curve: Curve
     noisy: tuple[int, ...] = ()
 
 
 def clock_floors(sizes: Sequence[int], curves: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The least seconds of any curve, for what is measured without a difference."""
+    """The least seconds of any curve, for work that is measured without a difference."""
     return [[LEAST_S] * len(sizes) for _ in curves]
 
 
 def backward_floors(
     sizes: Sequence[int], curves: Sequence[Sequence[float]], part: float = LEAST_OF_FORWARD
 ) -> list[list[float]]:
-    """The least seconds of (forward, backward), where backward is what a training takes beyond forward: this `part` of
+    """The least seconds of (forward, backward), where backward is the time of training beyond forward: this `part` of
     the time of forward's operations at the best rate that forward reached."""
     forward, _ = curves
     best_s = min(max(seconds, LEAST_S) / size for size, seconds in zip(sizes, forward, strict=True))
@@ -46,9 +46,9 @@ def measured_curves(
     """A curve for each of the seconds that `measure` gives for a size; the sizes increase.
 
     More work takes more time. So a size whose seconds are below their floor, or above those of the next size (then
-    both), is measured again, A_ROUND times in each of at most MOST_ROUNDS; the median of its measurements counts. What
-    falls even so is levelled (isotonic regression of least absolute differences), and what is too short is its floor.
-    These sizes are `noisy`, unless that moves them by less than NOISY.
+    both), is measured again, A_ROUND times in each of at most MOST_ROUNDS; the median of its measurements counts. Times
+    that fall even so are levelled (isotonic regression of least absolute differences), and times that are too short are
+    set to their floor. These sizes are `noisy`, unless that moves them by less than NOISY.
 
     `floors`: the least seconds of every curve at every size, from the curves by now; they increase with the size.
     """

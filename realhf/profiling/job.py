@@ -1,4 +1,4 @@
-"""What the profiler is asked to measure: written by `realhf profile`, read by its workers."""
+"""The job of the profiler: written by `realhf profile`, read by its workers."""
 
 import msgspec
 
@@ -19,16 +19,17 @@ class ProfileTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one start of the profiler's workers measures.
+    """The measurements of one start of the profiler's workers.
 
     Sequences have `sequence_length` tokens, evenly spread over `length_spread` tokens to either side. `max_tokens` and
     `max_sequences` are of a micro-batch and of a decode step; `batch_size` is the experiment's samples a step.
     `constants` are measured as well, products in `dtypes`, and written to `constants_path`.
 
-    There are `num_workers` on each of `num_nodes` nodes. Those of the first node measure what one machine tells, all of
-    them the network, over `network_interface` (None: that on which the first worker is reached). Without a name of the
-    `hardware` the nodes are described on the first one, and the description is written to `description_path`; then the
-    targets that are `kept` ("HARDWARE/FILE") are not measured again. `described`: what the devices have to be.
+    There are `num_workers` on each of `num_nodes` nodes. The workers of the first node measure the constants of one
+    machine, all of them the network, over `network_interface` (None: that on which the first worker is reached).
+    Without a name of the `hardware` the nodes are described on the first one, and the description is written to
+    `description_path`; then the targets that are `kept` ("HARDWARE/FILE") are not measured again. `described`: the
+    hardware that the devices must be.
     """
 
     hardware: str

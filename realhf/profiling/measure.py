@@ -37,7 +37,7 @@ MAX_SEQUENCES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest(Options):
-    """How and what to measure. Raises UserError if a number is out of its range, or `only` has another word."""
+    """The settings of a measurement. Raises UserError if a number is out of its range, or `only` has another word."""
 
     profiles_dir: Annotated[
         Path | None,
@@ -110,10 +110,10 @@ def targets_of(experiment: Any, hardware: str, request: ProfileRequest) -> list[
 def profile_job(
     experiment: Any, hardware: str, num_workers: int, targets: list[ProfileTarget], request: ProfileRequest
 ) -> ProfileJob:
-    """What `num_workers` of a machine are to measure of an experiment."""
+    """The job of measuring an experiment with `num_workers` of a machine."""
     batch_size = auto_settings(experiment).batch_size
     responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.rpcs]
-    of_data = max(experiment.dataset.lengths().values())  # of the longest key
+    of_data = max(experiment.dataset.lengths().values())  # the longest key's
     mean, longest = max(1, round(of_data.mean) + max(responses)), of_data.longest + max(responses)
     return ProfileJob(
         hardware=hardware,
@@ -138,7 +138,7 @@ def measure(
     """Writes the profiles of `targets`, the constants that the request asks for, and a description of the hardware
     beside them.
 
-    Raises RunError if a worker failed or the request's timeout is over; what the workers printed is then kept.
+    Raises RunError if a worker failed or the request's timeout is over; the output of the workers is then kept.
     """
     job = profile_job(experiment, cluster.hardware.name, cluster.num_devices, targets, request)
     folder = Path(tempfile.mkdtemp(prefix="realhf-profile-"))  # mode 0700
@@ -160,8 +160,8 @@ def measure(
 
 
 def on_poll(job: ProfileJob, directory: RunDirectory, launcher: Launcher, watch: Watch) -> Callable[[], None]:
-    """Says what worker 0 measures, and ends the waiting after the timeout, of which a job's wait for nodes is no
-    part."""
+    """Reports the measurement of worker 0, and ends the waiting after the timeout. A job's wait for nodes does not
+    count."""
     deadline = time.monotonic() + job.timeout_s
     measuring = "starting the workers"
 

@@ -34,7 +34,7 @@ from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
 
 WARM_UPS = 2
-LAYERS = 4  # of the model that is timed
+LAYERS = 4  # in the timed model
 # Short work is repeated within one reading of the clock, long work is read fewer times.
 SHORTEST_READING_S = 0.002
 LONGEST_POINT_S = 2.0
@@ -69,11 +69,11 @@ class Stopwatch:
         return self._combine(statistics.median(taken), work, slowest)
 
     def seconds_and_rest(self, part: Work | None, whole: Work | None) -> tuple[float, float]:
-        """(seconds of `part`, what `whole` takes beyond it), means over the ranks that work.
+        """(seconds of `part`, seconds of `whole` beyond it), means over the ranks that work.
 
-        The two are read in turns, and the rest is the median of the differences: what else the machine does
-        comes and goes, and strikes both readings of a turn alike. On a busy machine the rest may still be lost in
-        noise, even negative; `measured_curves` measures it again.
+        The two are read in turns, and the rest is the median of the differences: other work of the machine comes and
+        goes, and disturbs both readings of a turn alike. On a busy machine the rest may still be lost in noise, even
+        negative; `measured_curves` measures it again.
         """
         loops, readings = self._effort(whole)
         turns = [(self._read(part, loops), self._read(whole, loops)) for _ in range(readings)]
@@ -137,8 +137,8 @@ class Stopwatch:
 
 
 def spread_of(readings: list[float]) -> float:
-    """The standard deviation of the logarithms of readings, as far as their middle half tells it: one that something
-    else disturbed does not count."""
+    """The standard deviation of the logarithms of readings, estimated from their middle half, so that a disturbed
+    reading does not count."""
     logarithms = sorted(math.log(reading) for reading in readings if reading > 0)
     if len(logarithms) < 2:
         return 0.0
@@ -209,7 +209,7 @@ class ModelBench:
         if self.groups is None:
             return self.watch.seconds(None)
         kernels = self._kernels()
-        pages = pages_for(context, kernels.page)  # of a sequence
+        pages = pages_for(context, kernels.page)  # per sequence
         cache = self._cache(sequences * pages)
         table = torch.arange(sequences * pages, dtype=torch.int32, device=self.device).view(sequences, pages)
         lengths = torch.full((sequences,), context, dtype=kernels.lengths_dtype, device=self.device)
@@ -226,7 +226,7 @@ class ModelBench:
 
     @torch.inference_mode()
     def sampling(self, sequences: int, context: int) -> float:
-        """Seconds of what a decode step does once, whatever the number of layers: deciding, inputs, draws, ends."""
+        """Seconds of the work of a decode step that does not grow with the layers: deciding, inputs, draws, ends."""
         if self.groups is None:
             return self.watch.seconds(None)
         options = GenerationOptions(max_new_tokens=_MOST_STEPS, eos_token=-1)
@@ -246,9 +246,9 @@ class ModelBench:
         logits = torch.randn(sequences, self.model.vocab_size, dtype=self.dtype, device=self.device)
 
         def step() -> None:
-            running.plan()
+            running.admit()
             rotary_tables(running.inputs().positions, self.model, self.dtype)
-            running.accept(running.choose(logits))
+            running.release(running.accept(running.draw(logits)))
 
         step()  # the prompts
         return self.watch.seconds(step)
@@ -269,7 +269,7 @@ class ModelBench:
         return paged_kernels(self._hidden(0), self.model.head_dim)
 
     def _forward_and_backward(self, run: Callable[[Tensor], Tensor] | None, x: Tensor | None) -> tuple[float, float]:
-        """Forward as inference does it, and what a pass with gradients takes beyond that."""
+        """Seconds of a forward pass in inference, and of a pass with gradients beyond that."""
         if run is None or x is None:
             return self.watch.seconds_and_rest(None, None)
         if x.is_floating_point():

@@ -14,18 +14,18 @@ from realhf.profiling.model_bench import Stopwatch
 
 SMALL_BYTES = 2**10
 LARGE_BYTES = {"cpu": 2**24, "cuda": 2**27}  # a fast network needs more to be busy
-LEAST_PART = 0.25  # of the time of so many bytes is theirs, whatever noise says
+LEAST_PART = 0.25  # the bytes have at least this part of a message's time, despite noise
 
 
 class NetworkBench:
     """Measures the constants of links between nodes; all ranks of all nodes make it and call it together.
 
     The cost model counts the network by device, with all devices of a node using it (`Hardware.link`). So nodes work in
-    pairs, each device with the one of its number on the other node, all of them at the same time: devices that share a
-    network card share its bandwidth here as well.
+    pairs, each device with the device of its number on the other node, and all devices at the same time: devices that
+    share a network card share its bandwidth here as well.
 
     Args:
-        num_nodes: at least two; of an odd number the last one has nothing to do.
+        num_nodes: at least two; with an odd number the last one is idle.
         per_node: workers of each.
     """
 

@@ -1,4 +1,4 @@
-"""The workers of all nodes of a profile, together: what they run on, and the network between them."""
+"""The workers of all nodes of a profile, together: their hardware, and the network between them."""
 
 import os
 import socket
@@ -33,16 +33,16 @@ NAMED = 4  # nodes
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured between the nodes, and when and where in words."""
+    """The constants measured between the nodes, and when and where in words."""
 
     constants: dict[str, MeasuredConstant]
     source: str
 
 
 def on_found(job: ProfileJob, rank: int, device: torch.device) -> ProfileJob:
-    """The job on this worker's device: with the name of the hardware, and without what was measured of it before.
+    """The job on this worker's device: with the name of the hardware, and without constants that were measured before.
 
-    Raises UserError if the device is not what was described.
+    Raises UserError if the device differs from the description.
     """
     check_device(job.described, rank, device)
     if job.hardware:
@@ -140,6 +140,6 @@ def check_alike(places: list[tuple[str, str]]) -> None:
 
 
 def stay_within_node() -> None:
-    """Has the process groups that are made from now on use the loopback interface, as a profile of one machine does."""
+    """From now on new process groups use the loopback interface, as for a profile of one machine."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)

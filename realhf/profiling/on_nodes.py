@@ -28,7 +28,7 @@ RESULTS = "results"  # in the job's directory
 class Measuring:
     """How a job is carried out. `directory` is new, and on a file system that the nodes share; `name` is the job's.
 
-    `look`: is called ten times a second; what it raises ends the job. `watch`: see `realhf.profiling.measure`.
+    `look`: called ten times a second; an exception from it ends the job. `watch`: see `realhf.profiling.measure`.
     """
 
     launcher: Launcher
@@ -46,7 +46,7 @@ def measured_before(root: Path | None) -> tuple[str, ...]:
 
 
 def measure_on_nodes(job: ProfileJob, measuring: Measuring, root: Path | None) -> tuple[Hardware, tuple[Path, ...]]:
-    """Has the nodes measure; returns what they are, and the profiles that were measured.
+    """Runs the measurement on the nodes; returns their hardware, and the files of the profiles.
 
     The nodes write into the job's directory, and this process from there to the profiles below `root`, which the nodes
     need not see. The directory is gone afterwards.
@@ -99,7 +99,7 @@ def _supervised(job: ProfileJob, directory: RunDirectory, measuring: Measuring) 
 
 
 def _taken(job: ProfileJob, results: Path, root: Path | None) -> tuple[Hardware, tuple[Path, ...]]:
-    """Puts what the nodes have written where plans look for it."""
+    """Moves the profiles of the nodes to the place where plans look for them."""
     hardware = job.described or read_hardware(results / LEFT_FILE)
     profiles = []
     for target in job.targets:
@@ -113,7 +113,7 @@ def _taken(job: ProfileJob, results: Path, root: Path | None) -> tuple[Hardware,
 
 
 def _remove(folder: Path, and_above: bool) -> None:
-    """Removes a folder as far as that is possible; `and_above`: the folder above it too, if nothing else is there."""
+    """Removes a folder, and ignores errors; `and_above`: the folder above it too, if nothing else is there."""
     with contextlib.suppress(OSError):
         delete(folder)
         if and_above:

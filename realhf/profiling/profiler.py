@@ -1,4 +1,5 @@
-"""Measures what the cost model of the planner needs: `python -m realhf.profiling.profiler RUN_DIR`, a process a device.
+"""Measures the constants and timings of the planner's cost model: `python -m realhf.profiling.profiler RUN_DIR`, a
+process a device.
 
 All ranks measure at the same time, because that is how a run loads the machine.
 """
@@ -75,7 +76,7 @@ Run = Callable[[Tensor], object]
 
 
 class Profiler:
-    """Carries out a job on all ranks of the world together. `set_activity` is told what is being measured."""
+    """Carries out a job on all ranks of the world together. `set_activity` gets the present measurement in words."""
 
     def __init__(
         self, job: ProfileJob, rank: int, device: torch.device, directory: Path, set_activity: Callable[[str], None]
@@ -83,7 +84,7 @@ class Profiler:
         self.job, self.rank, self.device, self.directory = job, rank, device, directory
         self.set_activity = set_activity
         self.watch = Stopwatch(device, job.repetitions)
-        self.noisy: list[str] = []  # what `_curves` found since it was last taken
+        self.noisy: list[str] = []  # found by `_curves` since the last `_take_noisy`
         workers = job.num_workers
         self.layouts = {
             size: Layout(DeviceMesh(0, workers // size * size), ParallelStrategy(dp=workers // size, tp=size))
@@ -134,7 +135,7 @@ class Profiler:
         ]
 
     def constants(self) -> MeasuredConstants:
-        """What the job asks for of the machine's constants; that of rank 0 is complete."""
+        """The constants of the machine that the job asks for; the result of rank 0 is complete."""
         exchange = self._there_and_back if self.rank // 2 < len(self.pairs) else None
         bench = ConstantsBench(
             self.job.dtypes,
@@ -153,7 +154,7 @@ class Profiler:
         return MeasuredConstants(hardware=self.job.hardware, constants=found, measured=self._circumstances())
 
     def _measure(self, target: ProfileTarget) -> LayerProfile:
-        """The profile of a model type, without what `profiles` measures of the machine once."""
+        """The profile of a model type, without the timings that `profiles` measures once for the machine."""
         spread: dict[ProfilePart, float] = {}
         self.watch.take_spread()
         tensor = tuple(self._tensor(target, tp) for tp in self.layouts if _is_legal(target.model, tp))
@@ -246,7 +247,7 @@ class Profiler:
         measure: Callable[[int], tuple[float, ...]],
         floors: Floors = clock_floors,
     ) -> tuple[Curve, ...]:
-        """Those that `measure` gives the seconds of; takes note of the noisy ones by their names."""
+        """The curves whose seconds `measure` gives; notes the noisy ones by name."""
         found = measured_curves(sizes, measure, floors)
         self.noisy += [noise_text(name, unit, each) for name, each in zip(names, found, strict=True) if each.noisy]
         return tuple(each.curve for each in found)
@@ -256,7 +257,7 @@ class Profiler:
         return noisy
 
     def _optimizer_s_per_parameter(self, target: ProfileTarget) -> float:
-        """What a mini-batch does to all parameters beside AdamW included: zeroing gradients, norm, clipping."""
+        """Seconds per parameter of a mini-batch: AdamW, zeroing gradients, norm and clipping."""
         count = min(sum(prod(spec.shape) for spec in decoder_parameters(target.model)), LARGEST_OPTIMIZER)
         parameters = torch.zeros(count, dtype=getattr(torch, target.dtype), device=self.device)
         config = OptimizerConfig()
@@ -294,7 +295,7 @@ class Profiler:
         return spread_lengths(tokens, self.job.sequence_length, self.job.length_spread)
 
     def _collectives(self) -> tuple[CollectiveTimings, ...]:
-        """Of groups of 2, 4, ... neighbours, all groups of one size at the same time."""
+        """Timings in groups of 2, 4, ... neighbours, all groups of one size at the same time."""
         found = []
         for size, layout in self.layouts.items():
             if size == 1:
@@ -309,7 +310,7 @@ class Profiler:
         return tuple(found)
 
     def _works(self, size: int) -> dict[CollectiveKind, Callable[..., object]]:
-        """What a run does with a tensor in a group of neighbours: tensor parallelism sums, data parallelism divides."""
+        """The collectives of a run in a group of neighbours: tensor parallelism sums, data parallelism divides."""
         return {
             "all_reduce": dist.all_reduce,
             "all_gather": all_gather,
@@ -378,7 +379,7 @@ def _head_name(tp: int) -> str:
 
 def carry_out(job: ProfileJob, directory: RunDirectory, rank: int, set_activity: Callable[[str], None]) -> None:
     """This rank's part of a job: first the network between nodes, if it is asked for, then on the first node the rest.
-    Rank 0 writes what was found."""
+    Rank 0 writes the results."""
     set_activity("joining the other workers")
     device = own_device()
     job, network = on_found(job, rank, device), None

@@ -18,7 +18,7 @@ from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.plan.planner import plan_between
 
 FEW, MANY = 1, 4  # layers
-LEAST_GAIN = 0.05  # of the shorter move's time; layers are most of a model, so that a real gain is far above it
+LEAST_GAIN = 0.05  # part of the shorter move's time; layers are most of a model, so that a real gain is far above it
 
 
 def neighbours(rank: int, num_workers: int) -> tuple[Layout, Layout] | None:
@@ -38,9 +38,9 @@ def reallocation(
     device: torch.device,
     watch: Stopwatch,
 ) -> ReallocationTimings:
-    """What moving a model from the first to the second of a pair takes; all ranks call it together.
+    """The time of moving a model from the first to the second of a pair; all ranks call it together.
 
-    From FEW and MANY layers: what does not grow with them is the latency.
+    From FEW and MANY layers: the time that does not grow with them is the latency.
     """
     dtype = getattr(torch, target.dtype)
     works, size_bytes = [], []

@@ -1,4 +1,4 @@
-"""Measures what a call costs without its computation: request, gathering inputs, keeping outputs, reply."""
+"""Measures the cost of a call without its computation: request, gathering inputs, keeping outputs, reply."""
 
 import asyncio
 import statistics
@@ -111,7 +111,7 @@ def _answer(directory: Path, worker: int, batch_size: int, timeout_s: float) -> 
 
 
 def _execute(store: SampleStore, request: CallFunction) -> Reply:
-    """What a model worker does around the computation of a call, with its inputs as the outputs."""
+    """The work of a model worker around the computation of a call, with its inputs as the outputs."""
     start = now_s()
     parts = [store.add_columns(request.batch, Batch(ids, {}), INPUTS) for ids in request.mini_batches]
     samples = concatenate(parts)

@@ -1,4 +1,4 @@
-"""Small jobs by which `realhf doctor` tries what runs rest on, on this machine's devices: groups, reallocation, graphs.
+"""Small jobs by which `realhf doctor` checks the basis of runs on this machine's devices: groups, reallocation, graphs.
 
 One rank of a check: `python -m realhf.profiling.self_check CHECK BACKEND RANK SIZE STORE`. It prints a line
 `found: ...` and ends with exit code 0, or raises.
@@ -39,14 +39,14 @@ SEED = 1
 # Heads that 2, 4 or 8 ranks can divide.
 SMALL = DecoderConfig(hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=512)
 GENERATING = replace(SMALL, num_kv_heads=4)  # grouped heads of a size that flash-attn takes
-BF16_TOLERANCE = 0.1  # of log-probabilities from 0 to about -20
+BF16_TOLERANCE = 0.1  # for log-probabilities from 0 to about -20
 
 
 def check_groups(rank: int, size: int, device: torch.device) -> str:
     """Sums, reduce-scatters and gathers in the groups of dp, tp and pp, and a message to every next rank.
 
     Raises:
-        ArithmeticError: a result is not what was computed by hand.
+        ArithmeticError: a result differs from the one computed by hand.
     """
     layouts = _layouts(size)
     table = GroupTable(layouts, rank, TIMEOUT_S, waits=waits_on(device, end_process))
@@ -136,7 +136,7 @@ def check_generation(rank: int, size: int, device: torch.device) -> str:
         model.initialise(SEED)
         for _, local in model.residency.held():
             if local.ndim == 2:
-                local.mul_(4)  # so large that what is attended to changes the next token
+                local.mul_(4)  # so large that attention changes the next token
         _check_replays(model, batch, dtype)
         page = paged_kernels(model.parameters.flat, GENERATING.head_dim).page
         pages.append(f"{dtype} in pages of {page}".removeprefix("torch."))
@@ -172,7 +172,7 @@ CHECKS: dict[str, Callable[[int, int, torch.device], str]] = {
 
 
 def _layouts(size: int) -> list[Layout]:
-    """All devices as dp, as tp and as pp, and mixed where there are four or more; tp as far as heads can be divided."""
+    """All devices as dp, as tp and as pp, and mixed where there are four or more; tp is at most the number of heads."""
     mesh = DeviceMesh(0, size)
     tp = min(size, SMALL.num_heads)
     degrees = [(size, 1, 1), (size // tp, tp, 1), (1, size // min(size, SMALL.num_layers), min(size, SMALL.num_layers))]

@@ -1,1 +1,1 @@
-"""The report of a run: one HTML file that opens anywhere, made from what the run directory holds."""
+"""The report of a run: one HTML file that opens anywhere, made from the files of the run directory."""

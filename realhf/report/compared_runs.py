@@ -1,4 +1,4 @@
-"""Several runs in one HTML page: figures side by side, what differs in the experiments, curves together."""
+"""Several runs in one HTML page: figures side by side, differences between the experiments, curves together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -37,7 +37,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RunData]:
 
 
 def facts_of(run: RunData) -> dict[str, str]:
-    """What a run was and how fast, in a word each."""
+    """The kind, state and speed of a run, in short."""
     step_s, tokens_per_s = run.median_step_s, run.tokens_per_s
     return {
         "state": STATE_NAMES[run.status.state] if run.status else "not started",
@@ -78,7 +78,7 @@ def comparison_page(runs: Mapping[str, RunData]) -> str:
             table(["", *runs], side_by_side(runs)),
         ),
         section(
-            "What differs in the experiments",
+            "Differences between the experiments",
             table(["field", *runs], [[name, *values] for name, values in differing.items()])
             if differing
             else '<p class="muted">All fields are the same.</p>',

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Of a curve: about the pixels that a small chart is wide. Of many curves: what keeps a page small.
+# Points of a curve: about the width in pixels of a small chart. Points of all curves together: they keep a page small.
 MAX_POINTS, FEWEST_POINTS, MAX_POINTS_TOGETHER = 400, 100, 6000
 # Statistics to show first, in this order; a name may have a prefix (actor_loss).
 MAIN_STATISTICS = (
@@ -130,7 +130,7 @@ def _parts(lines: Sequence[dict[str, Any]], name: str) -> tuple[float | None, ..
 
 
 def _mean(lines: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Of the lines that have the statistic; None if none has."""
+    """The curve over the lines that have the statistic; None if none has."""
     values = [value for line in lines if (value := _number(line.get(name))) is not None]
     return statistics.fmean(values) if values else None
 

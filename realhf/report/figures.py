@@ -29,7 +29,7 @@ MAX_POINTS_WITH_MARKERS = 40
 
 
 def runs_colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each of several runs; of more than thirty some share one."""
+    """A colour for each of several runs; above thirty runs some share one."""
     return dict(zip(names, cycle((*LINE_COLOURS, *qualitative.Dark24)), strict=False))
 
 

@@ -113,7 +113,7 @@ def _age(status: Status | None, now_s: float) -> str:
 
 def _curves(run: RunData) -> str:
     (main, others), (quality, rest) = split_curves(run.metrics), evaluation_curves(run.evaluations)
-    together = {name: curve for name, curve in quality.items() if name.startswith("accuracy")}  # of one scale
+    together = {name: curve for name, curve in quality.items() if name.startswith("accuracy")}  # on one scale
     single = _own_charts({name: curve for name, curve in quality.items() if name not in together}, f"{EVALUATION}: ")
     charts = ({EVALUATION: together} if together else {}) | single | _own_charts(main)
     return metrics_section(charts, _own_charts(rest, f"{EVALUATION}: ") | _own_charts(others))
@@ -182,15 +182,15 @@ def _timeline(run: RunData, plan: ExecutionPlan) -> str:
     steps = " and ".join(str(step) for step in timeline.steps)
     return section(
         f"Timeline of step{'' if len(timeline.steps) == 1 else 's'} {steps}",
-        '<p class="muted">What every worker did; the legend gives the share of all workers\' time. Waiting for other '
-        "workers inside a call counts as the call. The whole run: <code>trace.json</code> opens in Perfetto.</p>",
+        '<p class="muted">Activities of every worker; the legend gives the share of all workers\' time. Waiting for '
+        "other workers inside a call counts as the call. The whole run: <code>trace.json</code> opens in Perfetto.</p>",
         figure_html(timeline_figure(timeline)),
     )
 
 
 def _events(run: RunData) -> str:
     """The section of events of the run as a whole, such as restarts and new plans."""
-    title = "What changed in the run"
+    title = "Changes of the run"
     if not run.happened:
         return section(title, '<p class="muted">Nothing is noted: no restart, no other plan.</p>')
     rows = []

@@ -19,7 +19,7 @@ STEPS_SHOWN = 2
 CALL_COLOURS = (*LINE_COLOURS[:1], "#5b9bd5", "#6a8f3c", "#b48a2c", "#8e6bb0", "#c2574f", "#2f7f86", "#7a8290")
 STATIC_COLOUR, COMMUNICATOR_COLOUR, DYNAMIC_COLOUR, LIMIT_COLOUR = "#3b6fb6", "#8a7fb5", "#9cc3e6", "#c2574f"
 SAME = 5e-4
-LABELLED = 0.07  # of the width: shorter bars have no room for a name
+LABELLED = 0.07  # share of the width: shorter bars have no room for a name
 
 
 def plan_page(comparison: Comparison) -> str:
@@ -53,7 +53,7 @@ def _head(comparison: Comparison, analysis: Analysis) -> str:
         (f"{analysis.gpu_hours_per_million_tokens:.3g}", "GPU-hours per million tokens"),
         (
             f"{analysis.prediction.peak_bytes / GIB:.1f} GiB",
-            f"of {cluster.device_memory_bytes / GIB:.1f} on the fullest device",
+            f"on the fullest device, of {cluster.device_memory_bytes / GIB:.1f}",
         ),
     ]
     setting = (
@@ -140,8 +140,8 @@ def _legend(calls: Sequence[str], spans: Sequence[Span]) -> dict[str, str]:
 def _memory(comparison: Comparison, analysis: Analysis) -> str:
     return section(
         "Memory of the devices",
-        '<p class="muted">What stays (parameters, gradients, optimizer states; communicators), the most that a call '
-        "needs beside it, and the limit.</p>",
+        '<p class="muted">Lasting tensors (parameters, gradients, optimizer states; communicators), the most that a '
+        "call needs beside them, and the limit.</p>",
         figure_html(memory_figure(analysis, comparison.task.cluster.device_memory_bytes)),
     )
 
@@ -195,7 +195,7 @@ def _by_device(figure: go.Figure, rows: Sequence[str], row_height: int) -> go.Fi
 def _calls(analysis: Analysis) -> str:
     plan = analysis.prediction.plan
     header = ["call", "devices", "dp", "tp", "pp", "micro-batches", "computed with", "predicted, s", "90 %, s"]
-    header.append("of the longest chain")
+    header.append("share of the longest chain")
     ranges = plan.intervals.call_s if plan.intervals else {}
     rows = [
         [

@@ -75,7 +75,7 @@ def _instead(why: Rationale) -> str:
 
 
 def _worth(plan: ExecutionPlan, why: Rationale) -> str:
-    """The table of what each choice of the plan was worth."""
+    """The table of the gain of each choice of the plan."""
     rows = []
     for one in why.worth:
         without = "does not fit" if one.without_s is None else f"{one.without_s:.4g} s"

@@ -69,7 +69,7 @@ class RunStatus:
     trends: the statistics that matter most, from the run's first steps to its last.
     evaluations: the statistics of the first and the last evaluations, by their names, with the step.
     last_failure: the first line of the newest failure's message.
-    returncode: of a failed run, what its launching process has ended with.
+    returncode: the exit code of the launching process of a failed run.
     damaged: a sentence about every file that could not be read as a whole.
     """
 

@@ -8,7 +8,7 @@ from realhf.report.sample_texts import heading, shortened, with_ends
 from realhf.rundir.samples import StepSamples
 
 NEWEST_STEPS, EARLIER_STEPS = 10, 10
-# Of the whole section, so that a report stays small whatever a model writes.
+# The most characters of the whole section, so that a report stays small whatever a model writes.
 MAX_BYTES = 96_000
 LONGEST_TEXT, SHORTEST_TEXT = 6000, 20
 

@@ -1,4 +1,4 @@
-"""The memory of every worker: what it measured, what was predicted, and the limit."""
+"""The memory of every worker: measured, predicted, and the limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +57,9 @@ def memory_section(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> st
         "CUDA's context)."
     ]
     if plan.rationale:
-        notes.append("Predicted: what stays (parameters, gradients, optimizer states) and the most that a call adds.")
+        notes.append(
+            "Predicted: lasting tensors (parameters, gradients, optimizer states) and the most that a call adds."
+        )
         if most := max(memory.communicator_bytes for memory in plan.rationale.memory):
             notes.append(f"Up to {_text(most)} of it are for NCCL's communicators, which are not measured.")
     if limit_bytes:
@@ -65,7 +67,7 @@ def memory_section(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> st
     if growth := _growth(metrics):
         notes.append(growth)
     if len(rows) > MAX_ROWS:
-        notes.append(f"Of {len(rows):,} workers the {MAX_ROWS} fullest are shown.")
+        notes.append(f"The {MAX_ROWS} fullest of {len(rows):,} workers are shown.")
         rows = sorted(sorted(rows, key=lambda row: -row.largest_bytes)[:MAX_ROWS], key=lambda row: row.worker)
     text = " ".join(notes)
     return section(title, f'<p class="muted">{text}</p>', figure_html(memory_figure(rows, limit_bytes)))

@@ -141,8 +141,9 @@ def mount_own_files(folder: str, size_bytes: int, entries: int) -> None:
 # --- all together
 
 
-def what_is_lacking() -> list[str]:
-    """What this kernel grants no process without root, in words; asked of the kernel without starting anything."""
+def missing_protections() -> list[str]:
+    """The protections that this kernel grants no process without root, in words. It asks the kernel and starts
+    nothing."""
     lacking = []
     if not has_call_filter():
         lacking.append(
@@ -154,7 +155,7 @@ def what_is_lacking() -> list[str]:
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Resource limits by their names, none above what the process has."""
+    """Resource limits by their names, none above the limits of the process."""
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(number)
@@ -178,7 +179,7 @@ def confine(folder: str, readable: list[str], limits: dict[str, int], *, has_chi
     _drop_capabilities()
     _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     if not has_call_filter():
-        with contextlib.suppress(OSError):  # what_is_lacking has said so
+        with contextlib.suppress(OSError):  # missing_protections has said so
             leave_network()
     set_limits(limits)
     if version := landlock_version():

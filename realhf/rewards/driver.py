@@ -52,7 +52,7 @@ class Driver(threading.Thread):
 
     Args:
         begin: names the functions.
-        log: takes what functions print.
+        log: takes the output of functions.
     """
 
     def __init__(self, name: str, begin: Begin, parts: "queue.SimpleQueue[Parts | None]", log: IO[bytes]):
@@ -63,11 +63,6 @@ class Driver(threading.Thread):
         self._has_started = threading.Event()
         self._error: Exception | None = None
         self._functions: list[Function] = []
-
-    @property
-    def pid(self) -> int | None:
-        """Of the process, while there is one."""
-        return None if self._process is None else self._process.pid
 
     def functions(self) -> list[Function]:
         """Those that the process has loaded. Raises RewardError if it could not."""
@@ -86,7 +81,7 @@ class Driver(threading.Thread):
     def run(self) -> None:
         try:
             self._start()
-        except Exception as error:  # told to whoever waits for the functions, or at the next part
+        except Exception as error:  # raised where the functions are awaited, or at the next part
             self._error = error
             self._stop()
         self._has_started.set()
@@ -126,7 +121,7 @@ class Driver(threading.Thread):
             self._process = None
 
     def _score(self, parts: Parts) -> list[Part]:
-        """Has the parts scored; returns those, or halves of those, that the process's end has left."""
+        """Scores the parts; returns those, or halves of those, that are left when the process ends."""
         process = self._start()
         opened = [Open(part) for part in parts]
         for number, one in enumerate(opened):
@@ -154,14 +149,14 @@ class Driver(threading.Thread):
                 if isinstance(message, Failed) and message.is_stuck:
                     self._stop()
                     return again + [one.rest for one in opened if one.places]
-            if all(part.job.is_done for part in parts):  # with an error: nobody waits for the rest
+            if all(part.job.is_done for part in parts):  # with an error: the rest is not needed
                 if any(one.places for one in opened):
                     self._stop()
                 return []
         return again
 
     def _take(self, message: FromProcess, opened: Sequence[Open]) -> list[Part]:
-        """Notes an answer; returns what is to be done again."""
+        """Notes an answer; returns the parts to do again."""
         match message:
             case Value(work=work, place=place):
                 part = opened[work].part
@@ -216,12 +211,8 @@ class _Process:
         threading.Thread(target=_copy_output, args=(self._child.stderr, log, name), daemon=True).start()
         self.send(begin)
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
     def functions(self) -> list[Function]:
-        """What it has loaded, the first time; later []. Raises RewardError if it cannot."""
+        """The loaded functions at the first call, later []. Raises RewardError if they cannot be loaded."""
         functions: list[Function] = []
         while not self._is_loaded:
             try:
@@ -245,7 +236,7 @@ class _Process:
         poll.register(self._output, select.POLLIN)
         if self._unsent:
             poll.register(self._input, select.POLLOUT)
-        # Its end is looked for before the pipe is: what it wrote before has then been read.
+        # Its end is looked for before the pipe is read, so all of its output is read before the end counts.
         has_ended = self._child.poll() is not None
         ready = dict(poll.poll(1000 * _POLL_S))
         if self._input in ready:
@@ -256,7 +247,7 @@ class _Process:
                 try:
                     return self._frames.add(content)
                 except msgspec.MsgspecError as error:
-                    raise _EndError(f"the process wrote what is no message ({error})", "end") from None
+                    raise _EndError(f"the process wrote something else than a message ({error})", "end") from None
             has_ended = True
         if has_ended:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -267,7 +258,7 @@ class _Process:
         return []
 
     def kill(self) -> None:
-        """Kills it and what it started, unless that has left its process group."""
+        """Kills it and its descendants, unless these have left its process group."""
         # Only while its leader is not reaped is a group's number certain to be its own.
         if self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -292,7 +283,7 @@ def _how(returncode: int | None) -> str:
 
 
 def _copy_output(source: IO[bytes], log: IO[bytes], name: str) -> None:
-    """Copies what a process prints, line by line and so much at most; the rest is read and left out."""
+    """Copies the output of a process, line by line and up to a limit; the rest is read and left out."""
     written = 0
     with (
         source,

@@ -1,4 +1,4 @@
-"""Samples on their way through reward processes: what is still to be scored, what came of it, who is to blame."""
+"""Samples on their way through reward processes: samples to score, results, and the samples to blame for failures."""
 
 import threading
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Job:
         return self._done.is_set()
 
     def put(self, reward: int, index: int, value: Value | Failure) -> None:
-        """Notes what came of a sample; the first answer counts."""
+        """Notes the result of a sample; the first answer counts."""
         with self._lock:
             if self.values[reward][index] is None:
                 self.values[reward][index] = value
@@ -114,12 +114,12 @@ class Open:
 
     @property
     def rest(self) -> Part:
-        """What is left of the part."""
+        """The samples of the part that have no answer yet."""
         return replace(self.part, indices=tuple(self.part.indices[place] for place in self.places))
 
 
 def after_end(open_parts: Sequence[Open], reason: str, kind: Kind, *, in_order: bool) -> list[Part]:
-    """What to do again after a process has ended with unfinished parts; who is to blame for it gets a failure.
+    """The parts to do again after a process has ended with unfinished ones; the sample to blame gets a failure.
 
     Args:
         in_order: the process took one sample after the other, so that it ended at the first one that is left.

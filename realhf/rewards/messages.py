@@ -1,4 +1,4 @@
-"""What a worker and its reward processes say to each other: msgpack, framed by lengths, over pipes."""
+"""Messages between a worker and its reward processes: msgpack, framed by lengths, over pipes."""
 
 import struct
 from typing import Any, Literal

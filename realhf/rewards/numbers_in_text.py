@@ -24,7 +24,7 @@ def answer_number(text: str) -> float | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` has within its braces."""
+    """The content of the last `\\boxed{...}`."""
     begin = text.rfind(_BOXED)
     if begin < 0:
         return None

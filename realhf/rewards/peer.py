@@ -1,6 +1,6 @@
 """Two processes that use each other's objects: the program of unknown origin, and the process that runs its tests.
 
-Each has proxies of the other's objects and asks for what is done with them, over two pipes, one question at a time. A
+Each has proxies of the other's objects. Each operation on a proxy is a question over two pipes, one at a time. A
 question may lead to questions back: a test gives a function to the program, which calls it.
 """
 
@@ -31,7 +31,7 @@ _OTHERS = (
 SPECIALS = (*(f"__{name}__" for name in _OTHERS.split()), *OPERATORS, *COMPARISONS)
 """The methods of an object's class that its proxy has where the object has them."""
 _ALWAYS = ("__str__", "__repr__", "__format__")
-# Of subclasses of these the data can be asked for: the class's own methods are not called.
+# The data of subclasses of these types can be read. The class's own methods are not called.
 _DATA: Mapping[str, Callable[[Any], Any]] = {
     "int": int.__int__,
     "float": float.__float__,
@@ -91,7 +91,7 @@ class Proxy:
 
 
 class Reference:
-    """What a proxy knows: its peer, the object's number there, and the plain type that its data is of, if any."""
+    """The target of a proxy: its peer, the object's number there, and the plain type of its data, if any."""
 
     __slots__ = ("base", "number", "peer", "specials")
 
@@ -100,7 +100,7 @@ class Reference:
 
 
 def reference(value: Any) -> Reference | None:
-    """What a proxy refers to; None for another value."""
+    """The reference of a proxy; None for another value."""
     return object.__getattribute__(value, "_realhf") if issubclass(type(value), Proxy) else None
 
 
@@ -114,7 +114,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 class Peer(ABC):
-    """One of the two sides; `perform` says what the other may ask for.
+    """One of the two sides; `perform` carries out the requests that the other may make.
 
     Args:
         reader, writer: file descriptors of the pipes.
@@ -131,13 +131,14 @@ class Peer(ABC):
         self._error_numbers: dict[int, int] = {}
         self._classes: dict[tuple[str, ...], type[Proxy]] = {}
         self.proxy_classes: set[type] = set()
-        # Of this package's own classes, whose objects may cross.
+        # Classes of this package whose objects may cross.
         self.open_classes: set[type] = {_Raised}
 
     # --- asking
 
     def ask(self, what: str, subject: Any, *args: Any, **kwargs: Any) -> Any:
-        """The other side's answer; raises what it raises there. Raises WireError: it has ended, or answers nothing."""
+        """The other side's answer; raises the exception that it raises there. Raises WireError: it has ended, or
+        answers nothing."""
         return self._ask(what, subject, args, kwargs, may_change=True)
 
     def ask_unchanged(self, what: str, subject: Any, *args: Any) -> Any:

@@ -32,8 +32,8 @@ _SHOWN_FAILURES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOptions:
-    """on_error: what becomes of a sample whose function fails: the run ends ("fail"), the function's reward counts as 0
-    ("zero"), or the sample counts in no loss and no statistic ("drop").
+    """on_error: if a function fails for a sample, the run ends ("fail"), the function's reward counts as 0 ("zero"), or
+    the sample counts in no loss and no statistic ("drop").
     timeout_s: how long one call of a function may take, a batch too.
     processes: for functions that are not async; all async ones share one process more.
     concurrency: how many async calls are under way at a time; the others wait, and their time has not begun.
@@ -57,12 +57,12 @@ class PoolOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What became of a sample.
+    """The result of a sample.
 
     reward: the sum of weight * value over the functions that gave a value.
     is_valid: False where a function failed, or none gave a value, and the policy is "drop"; then `reward` is 0.
-    values: by function what it gave, None for no reward or a failure.
-    failures: by function why it failed.
+    values: by function its value, None for no reward or a failure.
+    failures: by function its failure.
     seconds: of all functions together, as their processes measured them.
     """
 
@@ -78,7 +78,7 @@ class RewardPool:
 
     Args:
         rewards: names of the functions, see `RewardSource`.
-        log: takes what functions print; by default standard error, which is the worker's log.
+        log: takes the output of functions; by default standard error, which is the worker's log.
 
     Raises:
         RewardError: a function cannot be loaded, see `load_rewards`.
@@ -100,7 +100,7 @@ class RewardPool:
             self.close()
             raise
         forms = {function.is_async for function in self.functions}
-        self._queues = {False: first} if False in forms else {True: first}  # of async functions, and of the others
+        self._queues = {False: first} if False in forms else {True: first}  # by whether functions are async
         if False in forms:
             for i in range(1, options.processes):
                 self._start(f"reward process {i}", first)
@@ -120,18 +120,13 @@ class RewardPool:
 
     @property
     def names(self) -> list[str]:
-        """Of the functions, for statistics."""
+        """The names of the functions, for statistics."""
         return [function.name for function in self.functions]
 
     @property
     def wants_tokens(self) -> bool:
         """Whether a function asks for the tokens of responses."""
         return any(function.wants_tokens for function in self.functions)
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes that are there now."""
-        return [driver.pid for driver in self._drivers if driver.pid is not None]
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """The scores of the samples, in their order; blocks until all are there. Threads may call it side by side.

@@ -1,7 +1,7 @@
 """Entry of a reward process: `python -m realhf.rewards.process PARENT`, started by a worker, ends with it.
 
 Requests come on standard input and replies go to standard output, both under numbers that the functions do not know:
-they find an empty input, and what they print goes to the log. Functions of one sample and of batches run one after the
+they find an empty input, and their output goes to the log. Functions of one sample and of batches run one after the
 other on the main thread, async ones all at once in a loop on a thread of their own. A further thread looks whether one
 of them is stuck.
 """
@@ -74,11 +74,18 @@ def end_with(parent: int) -> None:
 
 @dataclass
 class _Now:
-    """What the main thread does: a call on `places` of a work, since `since_s`."""
+    """The present call of the main thread: on `places` of a work, since `since_s`."""
 
     work: Work
     places: Sequence[int]
     since_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """The outcome of a call that raised."""
+
+    error: BaseException
 
 
 class _Server:
@@ -88,22 +95,18 @@ class _Server:
         self._todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._rewards: list[Reward] = []
         self._timeout_s: float
-        self._turns: asyncio.Semaphore  # of async calls; a call's time begins with its turn
+        self._turns: asyncio.Semaphore  # limits async calls; a call's time begins with its turn
         self._now: _Now | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: dict[asyncio.Task[None], tuple[Work, int]] = {}
+        self._tasks: dict[asyncio.Task[None], tuple[Work, Sequence[int]]] = {}
         self._turned_s: float  # when the loop last turned, before which it has no tasks
 
     def serve(self) -> None:
         threading.Thread(target=self._read, args=(threading.get_ident(),), daemon=True).start()
         while True:
             work = self._todo.get()
-            reward = self._rewards[work.reward]
-            if reward.signature.is_batch:
-                self._score_batch(work, reward)
-            else:
-                for place in range(len(work.samples)):
-                    self._score_one(work, place, reward)
+            for places in self._calls(work):
+                self._score(work, places)
 
     def _read(self, main_thread: int) -> None:
         frames = Frames(ToProcess)
@@ -139,61 +142,51 @@ class _Server:
             while content:
                 content = content[os.write(self._replies, content) :]
 
-    # --- functions that are called one after the other
+    # --- scoring
 
-    def _score_one(self, work: Work, place: int, reward: Reward) -> None:
-        arguments = reward.signature.arguments([work.samples[place]])
-        self._now = _Now(work, (place,))
-        try:
-            value = as_reward(reward.function(**arguments), reward.signature.style)
-        except BaseException as error:
-            self._send(Failed(work.number, [place], *_told(error), self._seconds()))
-        else:
-            self._send(Value(work.number, place, value, self._seconds()))
-        finally:
-            self._now = None
-
-    def _score_batch(self, work: Work, reward: Reward) -> None:
-        """A batch that raises is scored again sample by sample, so that only those are blamed that raise alone."""
+    def _calls(self, work: Work) -> list[Sequence[int]]:
+        """The places of the samples that are scored by one call each: a batch together, others one by one."""
         places = range(len(work.samples))
-        self._now = _Now(work, places)
+        return [places] if self._rewards[work.reward].signature.is_batch else [(place,) for place in places]
+
+    def _score(self, work: Work, places: Sequence[int]) -> None:
+        """Scores samples by one call on the main thread, and those of a batch that raised by one call each."""
+        reward = self._rewards[work.reward]
+        self._now = now = _Now(work, places)
         try:
-            returned = reward.function(**reward.signature.arguments(work.samples))
-            values = as_rewards(returned, len(work.samples), reward.signature.style)
-        except BadValueError as error:
-            self._send(Failed(work.number, list(places), "count", str(error), self._seconds()))
+            outcome: Any = reward.function(**reward.signature.arguments([work.samples[place] for place in places]))
         except BaseException as error:
-            if len(places) == 1:
-                self._send(Failed(work.number, [0], *_told(error), self._seconds()))
-            else:
-                self._score_apart(work, reward)
-        else:
-            self._send_values(work, values, self._seconds() / len(places), reward)
-        finally:
-            self._now = None
+            outcome = _Raised(error)
+        is_for_each = self._reply(work, places, outcome, now.since_s)
+        self._now = None
+        for place in places if is_for_each else ():
+            self._score(work, (place,))
 
-    def _score_apart(self, work: Work, reward: Reward) -> None:
-        for place, sample in enumerate(work.samples):
-            self._now = _Now(work, (place,))
+    def _reply(self, work: Work, places: Sequence[int], outcome: Any, start_s: float) -> bool:
+        """Sends the scores of samples, or their failure. True: a batch raised, and each of its samples is to be scored
+        by itself, so that only those are blamed that raise alone."""
+        signature, seconds = self._rewards[work.reward].signature, time.monotonic() - start_s
+        try:
+            if isinstance(outcome, _Raised):
+                raise outcome.error
+            values = as_rewards(outcome, len(places), signature.style) if signature.is_batch else [outcome]
+        except BadValueError as error:
+            self._send(Failed(work.number, list(places), "count", str(error), seconds))
+            return False
+        except BaseException as error:
+            kind, text = _kind_and_text(error, self._timeout_s)
+            if kind == "exception" and len(places) > 1:
+                return True
+            self._send(Failed(work.number, list(places), kind, text, seconds))
+            return False
+        for place, value in zip(places, values, strict=True):
             try:
-                returned = reward.function(**reward.signature.arguments([sample]))
-                [value] = as_rewards(returned, 1, reward.signature.style)
-                number = as_reward(value, reward.signature.style)
+                number = as_reward(value, signature.style)
             except BaseException as error:
-                self._send(Failed(work.number, [place], *_told(error), self._seconds()))
+                self._send(Failed(work.number, [place], *_kind_and_text(error), seconds / len(places)))
             else:
-                self._send(Value(work.number, place, number, self._seconds()))
-
-    def _send_values(self, work: Work, values: Sequence[Any], seconds: float, reward: Reward) -> None:
-        for place, value in enumerate(values):
-            try:
-                self._send(Value(work.number, place, as_reward(value, reward.signature.style), seconds))
-            except BadValueError as error:
-                self._send(Failed(work.number, [place], "value", str(error), seconds))
-
-    def _seconds(self) -> float:
-        assert self._now is not None
-        return time.monotonic() - self._now.since_s
+                self._send(Value(work.number, place, number, seconds / len(places)))
+        return False
 
     # --- async functions
 
@@ -207,54 +200,24 @@ class _Server:
 
     def _start_tasks(self, work: Work) -> None:
         assert self._loop is not None
-        is_batch = self._rewards[work.reward].signature.is_batch
-        for place in [-1] if is_batch else range(len(work.samples)):
-            task = self._loop.create_task(self._await_batch(work) if is_batch else self._await_one(work, place))
-            self._tasks[task] = (work, place)
+        for places in self._calls(work):
+            task = self._loop.create_task(self._score_in_turn(work, places))
+            self._tasks[task] = (work, places)
             task.add_done_callback(self._tasks.pop)
 
-    async def _await_one(self, work: Work, place: int) -> None:
+    async def _score_in_turn(self, work: Work, places: Sequence[int]) -> None:
         async with self._turns:
-            await self._do_one(work, place)
+            await self._score_async(work, places)
 
-    async def _do_one(self, work: Work, place: int) -> None:
+    async def _score_async(self, work: Work, places: Sequence[int]) -> None:
+        """As `_score`, in the loop."""
         reward, start_s = self._rewards[work.reward], time.monotonic()
         try:
-            value = as_reward(await self._call(reward, [work.samples[place]]), reward.signature.style)
+            outcome: Any = await self._call(reward, [work.samples[place] for place in places])
         except BaseException as error:
-            self._send(Failed(work.number, [place], *_told(error, self._timeout_s), time.monotonic() - start_s))
-        else:
-            self._send(Value(work.number, place, value, time.monotonic() - start_s))
-
-    async def _await_batch(self, work: Work) -> None:
-        async with self._turns:
-            await self._do_batch(work)
-
-    async def _do_batch(self, work: Work) -> None:
-        reward, start_s, count = self._rewards[work.reward], time.monotonic(), len(work.samples)
-        try:
-            values = as_rewards(await self._call(reward, work.samples), count, reward.signature.style)
-        except BadValueError as error:
-            self._send(Failed(work.number, [*range(count)], "count", str(error), time.monotonic() - start_s))
-        except BaseException as error:
-            kind, text = _told(error, self._timeout_s)
-            if count == 1 or kind == "time":
-                self._send(Failed(work.number, [*range(count)], kind, text, time.monotonic() - start_s))
-                return
-            await asyncio.gather(*(self._do_one_of_batch(work, place) for place in range(count)))
-        else:
-            self._send_values(work, values, (time.monotonic() - start_s) / count, reward)
-
-    async def _do_one_of_batch(self, work: Work, place: int) -> None:
-        reward, start_s = self._rewards[work.reward], time.monotonic()
-        style = reward.signature.style
-        try:
-            [value] = as_rewards(await self._call(reward, [work.samples[place]]), 1, style)
-            number = as_reward(value, style)
-        except BaseException as error:
-            self._send(Failed(work.number, [place], *_told(error, self._timeout_s), time.monotonic() - start_s))
-        else:
-            self._send(Value(work.number, place, number, time.monotonic() - start_s))
+            outcome = _Raised(error)
+        if self._reply(work, places, outcome, start_s):
+            await asyncio.gather(*(self._score_async(work, (place,)) for place in places))
 
     async def _call(self, reward: Reward, samples: Sequence[Sample]) -> Any:
         try:
@@ -265,7 +228,7 @@ class _Server:
                 raise _TooLongError from error
             raise  # the function's own
 
-    # --- what is stuck
+    # --- calls that are stuck
 
     def _watch(self, main_thread: int) -> None:
         while True:
@@ -281,9 +244,7 @@ class _Server:
         with contextlib.suppress(Exception):  # the loop may turn again at this moment
             task: Any = asyncio.current_task(self._loop)
             if task in self._tasks:
-                work, place = self._tasks[task]
-                places = range(len(work.samples)) if place < 0 else (place,)
-                self._give_up(work, places, None)
+                self._give_up(*self._tasks[task], None)
 
     def _give_up(self, work: Work, places: Sequence[int], thread: int | None) -> None:
         stack = sys._current_frames().get(thread) if thread is not None else None
@@ -303,14 +264,14 @@ class _TooLongError(Exception):
 
 
 def end_group(code: int) -> None:
-    """Ends this process, and what its functions started."""
+    """Ends this process, and the processes that its functions started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(code)
 
 
-def _told(error: BaseException, timeout_s: float = 0.0) -> tuple[Kind, str]:
-    """The kind of a failure and its text: what was raised, and the last places in the user's code."""
+def _kind_and_text(error: BaseException, timeout_s: float = 0.0) -> tuple[Kind, str]:
+    """The kind of a failure and its text: the exception, and the last places in the user's code."""
     if isinstance(error, BadValueError):
         return "value", str(error)
     if isinstance(error, _TooLongError):

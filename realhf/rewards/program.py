@@ -1,7 +1,7 @@
-"""The side of a program of unknown origin: loads it, and does with its objects what the tests ask for.
+"""The side of a program of unknown origin: loads it, and carries out the operations of the tests on its objects.
 
-Nothing here is a secret from the program, which may replace all of it. What the process sends are values; whether they
-are right is decided by the other side, in `realhf.rewards.tests_of_program`.
+Nothing here is a secret from the program, which may replace all of it. The process sends values; the other side decides
+whether they are right, in `realhf.rewards.tests_of_program`.
 """
 
 import builtins
@@ -79,7 +79,7 @@ async def _wait_for(one: Any) -> Any:
 
 
 class _Printed(io.RawIOBase):
-    """Takes what the program prints; what goes beyond a limit is left out."""
+    """Takes the output of the program, up to a limit."""
 
     def __init__(self) -> None:
         self._content = bytearray()
@@ -93,7 +93,7 @@ class _Printed(io.RawIOBase):
         return len(data)
 
     def take(self) -> str:
-        """What was printed since the last time."""
+        """The output since the last call."""
         text, self._content = self._content.decode("utf-8", "replace"), bytearray()
         return text
 

@@ -1,7 +1,6 @@
 """Ready reward functions: each entry of `READY` makes one from its options (`ready:exact_match(column="answer")`)."""
 
 import importlib.util
-import inspect
 import logging
 import math
 import re
@@ -79,7 +78,8 @@ def math_verify(column: str = "answer") -> Function:
     def reward(response: str, **row: Any) -> float:
         from math_verify import parse, verify  # a second to import, and the launcher needs none of it
 
-        # Without its own limits of time, of which it warns at each call: the processes have theirs, and tell of them.
+        # The library warns at each call that its own time limits are off. The reward processes have limits, and report
+        # them.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         value = str(row[column])
         right = parse(value if "$" in value or "\\boxed" in value else f"${value}$", parsing_timeout=None)
@@ -115,16 +115,3 @@ def soft_overlong_punishment(length: int, max_tokens: int, cache_tokens: int) ->
 READY: Mapping[str, Callable[..., Function]] = {
     maker.__name__: maker for maker in (exact_match, numeric, regex, math_verify, unit_tests, server, overlong)
 }
-
-
-def describe() -> str:
-    """A line for each ready function: its options and what it is for."""
-    lines = []
-    for name, maker in READY.items():
-        purpose = " ".join((inspect.getdoc(maker) or "").split("\n\n")[0].split())
-        options = ", ".join(
-            str(p).split(":")[0] + ("" if p.default is p.empty else f"={p.default!r}")
-            for p in inspect.signature(maker).parameters.values()
-        )
-        lines.append(f"ready:{name}({options})  {purpose}")
-    return "\n".join(lines)

@@ -52,7 +52,7 @@ class Limits:
 
     @property
     def files_bytes(self) -> int:
-        """Of all files together."""
+        """The most bytes of all files together."""
         return self.files_mb * _MIB
 
     @property
@@ -66,7 +66,7 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> list[str] |
     tests, pieces of Python code that find its names, in a process of their own.
 
     Returns:
-        by test "" if it passed, else what it raised; None if the program could not be loaded, or broke a limit.
+        by test "" if it passed, else its exception; None if the program could not be loaded, or broke a limit.
 
     Raises:
         UserError: no temporary folder can be made.
@@ -115,7 +115,7 @@ class _Run:
         return found
 
     def _wait(self) -> bytes | None:
-        """What the tests' process has written until its end; None if a limit was broken before."""
+        """The whole output of the tests' process; None if it broke a limit."""
         content = b""
         while (left_s := self._deadline - time.monotonic()) > 0:
             if select.select([self._reader], [], [], min(_LOOK_S, left_s))[0]:
@@ -193,7 +193,7 @@ def _request(folder: str, program: str, limits: Limits, *, own_files: bool) -> d
 
 
 def _room_bytes(program: str) -> int:
-    """Of the program's own file, and what a file system needs besides."""
+    """Bytes for the program's own file, and for the entries of a file system."""
     return len(program.encode("utf-8", "surrogatepass")) + _SPARE_ENTRIES * _ENTRY_BYTES
 
 
@@ -234,7 +234,7 @@ def _threads(process: int) -> int:
 
 
 def _used_bytes(folder: str, entries: int) -> float:
-    """Of all files that have a name; infinite if there are more than `entries`, or at a path that is too long."""
+    """Bytes of all files that have a name; infinite if there are more than `entries`, or if a path is too long."""
     total, count, folders = 0.0, 0, [folder]
     while folders:
         try:
@@ -255,7 +255,7 @@ def _used_bytes(folder: str, entries: int) -> float:
 
 
 def _unnamed_bytes(process: int, folder: str) -> float:
-    """Of open files without a name; infinite if one is mapped, whose size cannot be seen."""
+    """Bytes of open files without a name; infinite if one is mapped, because its size cannot be seen."""
     total, device = 0.0, os.stat(folder).st_dev
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{process}/fd"):
@@ -269,7 +269,7 @@ def _unnamed_bytes(process: int, folder: str) -> float:
     return total
 
 
-# --- removing what is left
+# --- removing leftovers
 
 
 @contextlib.contextmanager
@@ -282,8 +282,8 @@ def _own_folder() -> Iterator[str]:
 
 
 def remove_tree(folder: str) -> None:
-    """Removes a folder that nobody changes any more, however deep it is: folders within folders are moved to its top
-    first, so that no path is long and nothing recurses. Warns if it has more than 2^20 entries, and leaves the rest."""
+    """Removes a folder that no process changes any more, however deep it is: nested folders are moved to its top first,
+    so no path is long and nothing recurses. Warns if it has more than 2^20 entries, and leaves the rest."""
     top = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         prefix = f"removed-{secrets.token_hex(8)}"  # no name of the program's

@@ -1,8 +1,8 @@
 """Entry of a sandbox: a script, run with `python -I`, that becomes two confined processes.
 
-The child runs the program; it has the pipes to the tests, and nothing that says what they are. The parent runs the
-tests, and writes what came of them for `realhf.rewards.sandbox`. Neither imports more than it needs, since they start
-for each program.
+The child runs the program; it has the pipes to the tests, and does not know the tests. The parent runs the tests, and
+writes their results for `realhf.rewards.sandbox`. Neither imports more than it needs, since they start for each
+program.
 """
 
 import json
@@ -21,7 +21,7 @@ _FILE = "program.py"
 
 
 def main(request_file: int, tests_file: int, outcomes_file: int) -> None:
-    """Runs what the request (JSON) says.
+    """Carries out the request (JSON).
 
     Args:
         request_file, tests_file, outcomes_file: open descriptors. The program's process closes the last two before it

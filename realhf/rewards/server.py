@@ -84,7 +84,7 @@ def _checked(url: str) -> urllib.parse.SplitResult:
     try:
         parts = urllib.parse.urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number, say
+    except ValueError:  # such as a port that is no number
         parts, is_address = urllib.parse.SplitResult("", "", "", "", ""), False
     if not is_address or not url.isascii() or not url.isprintable() or " " in url:
         shown = "" if "@" in url or "?" in url else f"={url!r}"
@@ -103,7 +103,7 @@ class ServerError(Exception):
 
 
 class _AgainError(Exception):
-    """What another attempt may mend."""
+    """A failure that another attempt may not have."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _Address:
             else:
                 connection.sock = raw.dup()
             yield connection
-            if is_over.is_set():  # what was broken off looks like the end of a reply without a length
+            if is_over.is_set():  # a broken connection looks like the end of a reply without a length
                 raise TimeoutError("it had begun, and did not end")
         finally:
             limit.cancel()

@@ -26,7 +26,7 @@ _FORMS: Mapping[str, tuple[Style, bool]] = {
     "solution_strs": ("verl", True),
 }
 
-# What a call of each form can have beside the columns of the data.
+# The parameters that a function of each form can have besides the columns of the data.
 _GIVEN: Mapping[tuple[Style, bool], tuple[str, ...]] = {
     ("texts", False): ("prompt", "response", "completion", "response_length"),
     ("texts", True): ("prompts", "responses", "response_lengths"),
@@ -35,7 +35,7 @@ _GIVEN: Mapping[tuple[Style, bool], tuple[str, ...]] = {
     ("verl", True): ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
 }
 
-# Of these, **row gets none: other names of the same, and what only a few ask for.
+# **row does not get these: second names of others, and rarely used ones.
 _UNASKED = ("completion", "response_length", "response_lengths")
 
 # The columns that verl's parameters are read from.
@@ -46,7 +46,7 @@ _VERL_COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A response and what belongs to it, as reward functions see it.
+    """A response with its prompt, tokens and row, as reward functions see it.
 
     id, step: of the sample in the run; step counts from 0, and messages count from 1.
     prompt, response: texts. `tokens` are those of the response where a function asks for them, `num_tokens` their
@@ -76,7 +76,7 @@ class Signature:
     """How to call a function.
 
     is_batch: it takes lists, one element a sample, and returns a list.
-    given: the names of what it can have beside the columns of the data.
+    given: the names that it can have besides the columns of the data.
     required, optional: names of its parameters without and with a default.
     takes_rest: it has `**row` for all that its other parameters do not name.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from realhf.base.code_files import load_code_file
 from realhf.base.errors import UserError
 from realhf.rewards import ready
-from realhf.rewards.confined import what_is_lacking
+from realhf.rewards.confined import missing_protections
 from realhf.rewards.signature import Function, Signature, recognise
 
 READY = "ready"
@@ -55,7 +55,7 @@ class RewardSource:
 
     @property
     def text(self) -> str:
-        """The text that it was parsed from, without the weight and what no message may show."""
+        """The text that it was parsed from, without the weight and without secrets."""
         return without_secrets(f"{self.module}:{self.function}")
 
 
@@ -74,7 +74,7 @@ def load_rewards(texts: Sequence[str], columns: Collection[str] | None = None) -
     """The functions that `texts` name, in their order.
 
     Args:
-        columns: of the data set, which parameters are compared with; None: they are not known.
+        columns: the data set's, with which parameters are compared; None: they are not known.
 
     Raises:
         UserError: a file is missing or cannot be imported, has no such function, or a function has parameters that
@@ -95,10 +95,10 @@ def load_rewards(texts: Sequence[str], columns: Collection[str] | None = None) -
 
 
 def notes_of(texts: Sequence[str]) -> list[str]:
-    """What a user should know before a run with these functions, in words: limits that this kernel cannot set."""
+    """Notes for the user before a run with these functions: limits that this kernel cannot set."""
     sources = [RewardSource.parse(text) for text in texts]
     uses_sandbox = any(source.module == READY and _plain_name(source) == "unit_tests" for source in sources)
-    return [f"{READY}:unit_tests: {lack}" for lack in what_is_lacking()] if uses_sandbox else []
+    return [f"{READY}:unit_tests: {lack}" for lack in missing_protections()] if uses_sandbox else []
 
 
 def _weight(text: str, weight: str) -> float:
@@ -114,7 +114,7 @@ def _weight(text: str, weight: str) -> float:
 
 def _of_file(source: RewardSource) -> Function:
     if not Path(source.module).is_file():
-        path = "of an address" if "://" in source.module else Path(source.module).absolute()
+        path = "at an address" if "://" in source.module else Path(source.module).absolute()
         raise UserError(f"reward {source.text}: there is no file {path}; give the path of a Python file")
     try:
         module = load_code_file(source.module)

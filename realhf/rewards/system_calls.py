@@ -170,7 +170,7 @@ ALLOWED: Numbers = {
     "getrusage": (98, 165),
     "sysinfo": (99, 179),
     "uname": (63, 160),
-    "wait4": (61, 260),  # of its children, of which there are none
+    "wait4": (61, 260),  # it has no children to wait for
     "waitid": (247, 95),
     "exit": (60, 93),
     "exit_group": (231, 94),

@@ -1,7 +1,7 @@
 """The side of the tests: runs them in a process that never executes code of the program.
 
-A test finds the program's names as proxies. What it gets from them is data, or proxies of the program's objects, and
-comparisons with data are made here: a program answers what its functions return, never whether that is right.
+A test finds the program's names as proxies. They give it data, or proxies of the program's objects, and comparisons
+with data are made here: a program says what its functions return, never whether that is right.
 """
 
 import ast
@@ -23,13 +23,13 @@ _KEPT_TYPES = (types.FrameType, types.CodeType, types.TracebackType, types.Modul
 
 
 def outcomes(tests: list[str], reader: int, writer: int) -> list[str] | None:
-    """By test "" if it passed, else what it raised; None if the program cannot be loaded.
+    """By test "" if it passed, else its exception; None if the program cannot be loaded.
 
     Args:
         reader, writer: the pipes of the program's process.
 
     Raises:
-        WireError: the program's process has ended, or sends what is no message.
+        WireError: the program's process has ended, or sends something else than a message.
     """
     peer = _TestsPeer(reader, writer)
     try:
@@ -104,7 +104,7 @@ class _TestsPeer(Peer):
         self.names = _Names(self)
         self.open_classes.add(Unlike)
 
-    # --- what tests do with the program's objects
+    # --- operations of tests on the program's objects
 
     def special(self, of: Reference, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__exit__":
@@ -142,7 +142,7 @@ class _TestsPeer(Peer):
         return self.ask("special", of.number, name, value)
 
     def _operate(self, of: Reference, name: str, args: Any, other: Reference | None) -> Any:
-        """An operand of the tests may be what the result has to be: the program must not make data of it."""
+        """An operand of the tests may be the expected result: the program must not make data of it."""
         if of.base and other is None:
             method = getattr(NAMED_TYPES[of.base], name, None)
             return NotImplemented if method is None else method(self._data(of), *args)
@@ -172,7 +172,7 @@ class _TestsPeer(Peer):
             raise WireError("no data of the type")
         return data
 
-    # --- what the program may do with the tests' objects
+    # --- operations of the program on the tests' objects
 
     def perform(self, what: str, subject: Any, args: Any, kwargs: Any) -> Any:
         match what:
@@ -184,7 +184,7 @@ class _TestsPeer(Peer):
                 return call_special(self.own(subject), args[0], args[1:], kwargs)
             case "get":
                 return getattr(self.own(subject), _open_name(*args))
-            case "set" if type(self.own(subject)).__module__ == "__main__":  # of a class of the tests
+            case "set" if type(self.own(subject)).__module__ == "__main__":  # an object of the tests' own classes
                 return setattr(self.own(subject), _open_name(args[0]), args[1])
             case "isinstance":
                 [one] = args

@@ -1,4 +1,4 @@
-"""What a reward function may return, and the number that it stands for."""
+"""The values that a reward function may return, and the numbers that they stand for."""
 
 import inspect
 import math
@@ -11,7 +11,7 @@ _LONGEST_SHOWN = 80
 
 
 class BadValueError(Exception):
-    """A function returned what is no reward; the text says what, and what it should be."""
+    """A function returned something else than a reward; the text has the value and the rule."""
 
 
 def as_reward(value: Any, style: Style = "texts") -> float | None:

@@ -2,10 +2,10 @@
 
 Data crosses as a copy: numbers, texts, bytes, None, the containers of Python and `collections`, dates, decimals,
 fractions, arrays of NumPy. Containers that can change are cells of a table, so that both sides know which is which:
-shared and cyclic ones stay so, and what a function changes in its arguments is changed for its caller. Everything else
+shared and cyclic ones stay so, and changes that a function makes in its arguments reach its caller. Everything else
 stays where it is, and the other side gets a number for it.
 
-A text from the other side is not trusted: nothing in it is executed, and what has no meaning raises WireError.
+A text from the other side is not trusted: nothing in it is executed, and unknown content raises WireError.
 """
 
 import base64
@@ -40,7 +40,8 @@ _NAME_OF = {id(one): name for name, one in _NAMED.items()}
 
 
 class WireError(BaseException):
-    """The other side sent what is no message; not an Exception, so that no test takes it for one of the program."""
+    """The other side sent something else than a message. It is no Exception, so that no test takes it for one of the
+    program."""
 
 
 class Table:
@@ -118,7 +119,7 @@ class Codec:
     # --- from the wire
 
     def unpack(self, table: Table, message: Any) -> Any:
-        """The value of `pack`; the table's containers have what the other side says. Raises WireError."""
+        """The value of `pack`; the table's containers have the content of the other side. Raises WireError."""
         try:
             node, contents = message
             known = len(table.objects)
@@ -190,7 +191,7 @@ def _empty(content: Any) -> Any:
 
 
 def _plain_node(value: Any, cls: type) -> Any:
-    """None for what is no such data."""
+    """None for other data."""
     if (name := _NAME_OF.get(id(value))) is not None:
         return ["plain", "named", name]
     if cls is bytes:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what each says of the run beside its models, and which is the newest good one.
+"""The checkpoints of a run: the state of the run that each has beside its models, and the newest good one.
 
 `checkpoints/step-N/` holds `run.json` and a directory for every model that changes. It gets its name when all of it is
 on the disk.
@@ -83,7 +83,7 @@ def complete(part: Path, target: Path, state: RunState, models: Sequence[str]) -
 
 
 def check(checkpoint: Path) -> RunState:
-    """The state of a checkpoint. Raises UserError naming the first file that does not hold what was written."""
+    """The state of a checkpoint. Raises UserError naming the first file that is not as it was written."""
     try:
         state = read_state(checkpoint)
         for model, digest in state.models.items():
@@ -161,7 +161,7 @@ def _best(checkpoints: Path, steps: list[int], best: str) -> int | None:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """`run.json`, if it holds what was written. Raises UserError, and OSError where it cannot be read."""
+    """`run.json`, if it is as it was written. Raises UserError, and OSError where it cannot be read."""
     path = checkpoint / STATE_FILE
     try:
         state = decode_versioned(read_bytes(path), RunState, FORMAT)

@@ -33,10 +33,10 @@ def request_end(path: Path, request: EndRequest) -> None:
 
 
 def requested_end(path: Path) -> EndRequest | None:
-    """What is asked; None where nothing is, and while the file cannot be read."""
+    """The request to end; None without one, and while the file cannot be read."""
     with contextlib.suppress(OSError):
         try:
             return decode_json(read_bytes(path), EndRequest)
         except BadContentError:
-            return EndRequest(reason="asked")  # whoever wrote a file of this name meant it
+            return EndRequest(reason="asked")  # a file of this name is meant as a request, whatever it holds
     return None

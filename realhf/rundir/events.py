@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened to a run as a whole: starts, checkpoints, failures, restarts, other plans."""
+"""`events.jsonl`: the events of a run as a whole: starts, checkpoints, failures, restarts, other plans."""
 
 import sys
 import time
@@ -21,10 +21,10 @@ EventKind = Literal[
     "requeued",  # its job has started once more
     "resumed",
     "restarted",
-    "drift",  # calls do not take what was predicted
+    "drift",  # times of calls differ from the prediction
     "proposal",  # another plan was found, with measured times
     "replanned",  # the run goes on under another plan, or elsewhere
-    "damaged",  # a file of the run was, and what could not be read of it is gone
+    "damaged",  # a file of the run was, and its unreadable part is gone
     "ended",
 ]
 

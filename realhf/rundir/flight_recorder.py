@@ -1,4 +1,4 @@
-"""A flight recorder: what a process is doing, in a file that survives the process's violent end."""
+"""A flight recorder: the activity of a process, in a file that survives the process's violent end."""
 
 import mmap
 import os
@@ -22,7 +22,7 @@ MAX_TEXT_BYTES = _SLOT_BYTES - _SLOT.size
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What a process was doing and since when (seconds since the epoch)."""
+    """The activity of a process, and its start (seconds since the epoch)."""
 
     text: str
     since: float
@@ -34,8 +34,8 @@ class Activity:
 class ActivityWriter:
     """Records the current activity of this process in `path`, a few microseconds a time; for any thread.
 
-    The file is memory-mapped: what was set is in the system's hands at once, even if the process is killed the next
-    moment. `main` is the activity without what other threads do beside it (`realhf.worker.move_thread`).
+    The file is memory-mapped: a record is in the system's hands at once, even if the process is killed the next moment.
+    `main` is the activity without those of other threads beside it (`realhf.worker.move_thread`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class ActivityWriter:
             self._write()
 
     def set_beside(self, text: str) -> None:
-        """Records what the calling thread does beside that; "" ends it."""
+        """Records the activity of the calling thread beside that; "" ends it."""
         with self._lock:
             self._beside.pop(threading.get_ident(), None)
             if text:
@@ -84,7 +84,7 @@ class ActivityWriter:
 
 
 def read_activity(path: Path) -> Activity | None:
-    """What was last recorded in `path`, by a process that may be alive or dead; None if no record can be read."""
+    """The last record in `path`, from a process that may be alive or dead; None if no record can be read."""
     try:
         data = read_bytes(path, _FILE_BYTES)
     except OSError:

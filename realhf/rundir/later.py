@@ -1,4 +1,4 @@
-"""`launcher/request.json`: what a run's job is asked to plan, where the launching process has not planned it."""
+"""`launcher/request.json`: the request of a run that its job has to plan, because the launching process has not."""
 
 import os
 from pathlib import Path

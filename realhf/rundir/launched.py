@@ -1,4 +1,4 @@
-"""`launcher/job.json`: the launcher and the job of a run's last start, for whoever comes later."""
+"""`launcher/job.json`: the launcher and the job of a run's last start, for later commands."""
 
 import os
 import socket
@@ -12,8 +12,8 @@ FORMAT = "launched/1"
 
 
 class Launched(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was started. `launcher`: as `--launcher` names it. `job`: the cluster's id of the job, "" without one.
-    `words`: the command line that started the run last. `host`, `process`: where that ran."""
+    """The last start of a run. `launcher`: as `--launcher` names it. `job`: the cluster's id of the job, "" without
+    one. `words`: the command line that started the run last. `host`, `process`: where that ran."""
 
     launcher: str
     job: str = ""

@@ -14,7 +14,7 @@ from realhf.base.reading import MAX_LINE_BYTES, lines_within, open_regular
 T = TypeVar("T")
 
 _TOO_LONG = f"it has more than {MAX_LINE_BYTES:,} bytes"
-# What arithmetic and the calendar can take: a number beyond is no step, no duration and no time of a run.
+# The numbers that arithmetic and the calendar can take: beyond them there is no step, duration or time of a run.
 Step = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]  # below 0 where somebody set the clock back
 Time = Annotated[float, Meta(ge=0, le=1e11)]  # since the epoch
@@ -29,7 +29,7 @@ class _Call(msgspec.Struct):
 
 
 class _Step(msgspec.Struct):
-    """What a line of `metrics.jsonl` has beside the step's statistics."""
+    """The fields of a line of `metrics.jsonl` besides the step's statistics."""
 
     step: Step
     time_s: Seconds

@@ -12,7 +12,7 @@ from typing import IO, Any
 from realhf.base.reading import open_regular
 from realhf.base.shown import visible
 
-# What a worker's activity says while it executes a request, such as "actor_generate of step 3: compute".
+# A worker's activity while it executes a request, such as "actor_generate of step 3: compute".
 _REQUEST = re.compile(r"(?P<call>[^ ,]+) of (?P<batch>step|evaluation batch) (?P<number>\d+): \w+")
 
 
@@ -50,7 +50,7 @@ def logging_to(path: Path, process: str, activity: Callable[[], str] = lambda: "
             root.removeHandler(handler)
 
 
-# What the thread does whose code runs, where that is not what the process's activity says.
+# The activity of the running thread, where it is not that of the process.
 _ACTIVITY: ContextVar[str] = ContextVar("activity", default="")
 
 

@@ -53,7 +53,7 @@ class RunDirectory:
     metrics = _Below("metrics.jsonl")  # one JSON object a step
     evaluations = _Below("evaluations.jsonl")  # one JSON object an evaluation
     samples = _Below("samples.jsonl")  # completions as texts, with `--samples`, one JSON object a sample
-    events = _Below("events.jsonl")  # what happened to the run as a whole, one JSON object an event
+    events = _Below("events.jsonl")  # events of the run as a whole, one JSON object an event
     trace = _Below("trace.json")  # Chrome trace events, one row a worker
     status = _Below("status.json")
     report = _Below("report.html")
@@ -64,12 +64,12 @@ class RunDirectory:
     keys = _Below("keys")  # the run's CURVE keys (0700)
     rendezvous = _Below("rendezvous")  # the master's address, torch's file store (0700)
     launcher = _Below("launcher")  # the launcher's own files, such as a batch script
-    script = _Below("launcher/job.sbatch")  # of a SLURM job
+    script = _Below("launcher/job.sbatch")  # the batch script of a SLURM job
     start = _Below("launcher/start")  # the id of the newest start (`realhf.rundir.starts`)
     exits = _Below("launcher/exits")  # by start: where each task of a SLURM job leaves its exit code, in a file
-    job_log = _Below("launcher/slurm.log")  # what the batch script and srun say
-    launched = _Below("launcher/job.json")  # what was started last (`realhf.rundir.launched`)
-    request = _Below("launcher/request.json")  # of a run that its job plans (`realhf.rundir.later`)
+    job_log = _Below("launcher/slurm.log")  # the output of the batch script and of srun
+    launched = _Below("launcher/job.json")  # the last start (`realhf.rundir.launched`)
+    request = _Below("launcher/request.json")  # the request of a run that its job plans (`realhf.rundir.later`)
     stop = _Below("launcher/stop")  # asks the master to end with a checkpoint (`realhf.rundir.ending`)
     switch = _Below("launcher/switch")  # asks the master to end after the next checkpoint, for another plan
 
@@ -91,7 +91,7 @@ class RunDirectory:
                 raise UserError(f"another run has just begun in {path}; give each a --run-dir of its own") from None
             for folder in others:
                 folder.mkdir()
-            for folder in (directory.keys, directory.rendezvous):  # whoever writes here can join the run
+            for folder in (directory.keys, directory.rendezvous):  # processes that can write here can join the run
                 folder.chmod(0o700)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ class RunDirectory:
         return False
 
     def log(self, process: str) -> Path:
-        """What the process printed: "master" or "worker-3"."""
+        """The output of a process: "master" or "worker-3"."""
         return self.logs / f"{process}.log"
 
     def stacks(self, process: str) -> Path:
@@ -167,5 +167,5 @@ class RunDirectory:
         return self.logs / f"stacks-{process}.txt"
 
     def activity(self, process: str) -> Path:
-        """What the process is doing (`realhf.rundir.flight_recorder`)."""
+        """The activity of a process (`realhf.rundir.flight_recorder`)."""
         return self.path / "activity" / process

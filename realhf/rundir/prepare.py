@@ -63,7 +63,7 @@ def prepare(run: Run, directory: RunDirectory) -> None:
 
 
 def _put_logs_aside(directory: RunDirectory) -> None:
-    """Moves the logs of the start before: what is left of it goes on writing there, and not into those of the next."""
+    """Moves the logs of the start before, so that its leftover processes do not write into those of the next."""
     logs = [path for path in directory.logs.iterdir() if path.is_file()]
     folder = directory.logs / (current_start(directory) or "earlier")
     if logs:

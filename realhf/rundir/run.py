@@ -1,4 +1,4 @@
-"""A run, resolved: what the launcher writes into the run directory and master and workers read back."""
+"""A run, resolved: the launcher writes it into the run directory, and master and workers read it back."""
 
 import os
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from realhf.planning.model.hardware import Hardware
 
 T = TypeVar("T")
 
-# Of the run directory: for all its files that name no format of their own. The first version had none.
+# The format of all files of the run directory that name no format of their own. The first version had none.
 FORMAT = "run/2"
 MAX_STEPS = 10**9
 MAX_DEVICES = 65_536
@@ -66,13 +66,13 @@ class Deadlines:
 
     @property
     def longest_s(self) -> float:
-        """Seconds for what has no prediction of its own, such as moves of parameters and checkpoints. Workers wait for
-        each other as long, since one may have come to a call when another still has a longer one to end."""
+        """Seconds for work without a prediction of its own, such as moves of parameters and checkpoints. Workers wait
+        for each other as long, since one may have come to a call when another still has a longer one to end."""
         return self.of(self.longest_predicted_s)
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides what a run does, beside its plan: `experiment.json`.
+    """Everything that decides the behaviour of a run besides its plan: `experiment.json`.
 
     A field with an `Option` is an option of `realhf run`. A resumed run keeps the value that it had, unless the option
     is given again.
@@ -80,9 +80,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     The best checkpoint by `keep_best` is kept as `checkpoints.retain` says. The run goes on from the checkpoint after
     `resume_step` steps. `avoided` are devices of this machine or nodes of a cluster that the run does without, after
     failures there. `call_factors` are the measured over the predicted times of calls, where the plan was made with
-    them; `ignores_runs`: it was made without what finished runs measured of theirs. Deadlines: see `Deadlines`. The
-    master listens on `master_address`, else on that of `network_interface`, else of its host's name. `hardware` is what
-    was planned for; planning again is for the same, and workers check that they are on it.
+    them; `ignores_runs`: it was made without the measurements of finished runs. Deadlines: see `Deadlines`. The
+    master listens on `master_address`, else on that of `network_interface`, else of its host's name. `hardware` is
+    that of the plan; planning again is for the same, and workers check that they are on it.
 
     Raises:
         UserError: at construction, a number is out of its range.
@@ -151,7 +151,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             "say so when a call takes more than X times its prediction, or less than 1/X of it",
             range=(1.001, 10**6),
-            unit="times what was predicted",
+            unit="times the prediction",
             group=DRIFT,
         ),
     ] = 1.5
@@ -179,7 +179,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Option(
             "how many times its predicted time a longer call may take",
             range=(1, 10**4),
-            unit="times what was predicted",
+            unit="times the prediction",
             group=_LIMITS,
         ),
     ] = Deadlines.factor

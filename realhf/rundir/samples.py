@@ -13,14 +13,14 @@ from realhf.rundir.lines import Step, append_line, read_lines, read_spread
 
 Split = Literal["train", "evaluation"]
 
-# A reader wants the newest samples, and a few of before to see what has changed.
+# A reader wants the newest samples, and a few earlier ones to compare.
 TAIL_BYTES = 2**20
 PLACES = 16
 WINDOW_BYTES = 2**18
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and what the model answered, as texts.
+    """A prompt and its response, as texts.
 
     step: from 1; 0 is an evaluation before training.
     sample: the place in the step's batch (of an evaluation: in its data set).
@@ -67,7 +67,7 @@ def append_samples(path: Path, samples: list[Sample]) -> None:
 def read_samples(path: Path, damaged: list[str]) -> list[StepSamples]:
     """The samples of the newest steps, and of some earlier ones that lie evenly in the file, the oldest first.
 
-    Of a long run's file only a few parts are read. Lines there that cannot be read add a sentence to `damaged`.
+    Only a few parts of a long run's file are read. Lines there that cannot be read add a sentence to `damaged`.
     """
     tail = read_lines(path, sample_line, tail_bytes=TAIL_BYTES)
     damaged += tail.damaged
@@ -75,7 +75,7 @@ def read_samples(path: Path, damaged: list[str]) -> list[StepSamples]:
     newest = list(_by_step(tail.values))
     if size_bytes <= TAIL_BYTES:
         return newest
-    # A step at the edge of what was read may lack samples: it is whole only if another one stands before it.
+    # A step at the edge of the read part may lack samples: it is whole only if another one stands before it.
     earlier = [
         steps[0 if not offset else 1]
         for offset, values in read_spread(path, sample_line, PLACES, WINDOW_BYTES, end=size_bytes - TAIL_BYTES)

@@ -1,4 +1,5 @@
-"""The starts of a run's processes. Each has an id, which tells what is left of an earlier start from the present one.
+"""The starts of a run's processes. Each has an id, which tells leftover processes of an earlier start from those of the
+present one.
 
 A partition, a slow node or a shared file system may keep a process of an earlier start alive, or bring it up late.
 """
@@ -11,7 +12,7 @@ from realhf.base.files import write_atomically
 from realhf.base.reading import read_text
 from realhf.rundir.paths import RunDirectory
 
-# Tells each process of which start it is.
+# Gives each process the id of its start.
 START_VARIABLE = "REALHF_START_ID"
 
 
@@ -33,7 +34,7 @@ def current_start(directory: RunDirectory) -> str:
 
 
 def own_start() -> str:
-    """The id of the start that this process belongs to; "" where nobody has told it."""
+    """The id of the start that this process belongs to; "" where it has none."""
     return os.environ.get(START_VARIABLE, "")
 
 

@@ -17,11 +17,11 @@ RunState = Literal["starting", "running", "done", "failed", "interrupted", "stop
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`message` says what went wrong, and `blamed` are the workers that it blames.
+    """`message` is the failure, and `blamed` are the workers that it blames.
 
     "replan": the run has ended after a checkpoint, to go on under another plan; "stopped": because somebody or a notice
-    asked for its end; "requeued": so that its job starts once more. `returncode`: of a failed run, what its launching
-    process ends with.
+    asked for its end; "requeued": so that its job starts once more. `returncode`: the exit code of the launching
+    process of a failed run.
     """
 
     state: RunState

@@ -26,8 +26,9 @@ _ENVELOPE_BYTES = 256
 
 @dataclass(frozen=True)
 class Silence:
-    """Of the master: how long it may last, before its first message and after it, and what is called then. It gets the
-    seconds, and whether the master had been heard at all. Time in which this process did not run does not count."""
+    """Limits on the silence of the master, before and after its first message, and the function to call when one is
+    passed. The function gets the seconds of silence, and whether the master was ever heard. Time in which this process
+    did not run does not count."""
 
     first_s: float
     later_s: float
@@ -112,11 +113,11 @@ class Client(Generic[Incoming, Outgoing]):
         return message
 
     def watch(self, silence: Silence) -> None:
-        """Has the network thread look from now on for a silence of the master."""
+        """From now on the network thread watches for silence of the master."""
         self._silence = silence
 
     def close(self, *, flush_s: float = 10.0) -> None:
-        """Ends the connection after sending what is queued, for at most `flush_s` seconds."""
+        """Ends the connection, after sending queued messages for at most `flush_s` seconds."""
         if self._closing.is_set():
             return
         self._closing.set()

@@ -8,7 +8,7 @@ _SET_AT_S = time.time() - time.monotonic()
 def now_s() -> float:
     """Seconds since the epoch, by the host's clock as it was set when this process began.
 
-    A clock that is set while the process runs changes no duration and no order of what it measures.
+    A clock that is set while the process runs changes neither durations nor the order of times.
     """
     return _SET_AT_S + time.monotonic()
 

@@ -131,8 +131,8 @@ class OffloadModel(Message, frozen=True, kw_only=True):
 class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j.
 
-    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `decode_graphs` what the
-    plan says of them; `state` has the numbers that the call left in the step before
+    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `decode_graphs`: how long
+    they live by the plan; `state` has the numbers that the call left in the step before
     (`realhf.engine.interface.Context.state`).
     """
 
@@ -175,7 +175,7 @@ class SaveCheckpoint(Message, frozen=True, kw_only=True):
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):
-    """Has the worker write the Python stacks of its threads into the run directory at once, even while it computes."""
+    """The worker writes the Python stacks of its threads into the run directory at once, even while it computes."""
 
 
 class Alive(Message, frozen=True, kw_only=True):
@@ -213,7 +213,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model answered to a prompt, for people: sample `sample` of the batch as texts, with its reward."""
+    """A model's response to a prompt, for people: sample `sample` of the batch as texts, with its reward."""
 
     sample: Count
     prompt: str
@@ -241,7 +241,8 @@ class Reply(Message, frozen=True, kw_only=True):
     weights_version: Count = 0
     # Peak memory of models and data on this worker since its last call (`realhf.worker.memory_use`); 0: not known.
     peak_bytes: Count = 0
-    # What this worker sent in collectives of data parallelism, by their names (`realhf.parallel.collectives.Traffic`).
+    # Messages that this worker sent in collectives of data parallelism, by name
+    # (`realhf.parallel.collectives.Traffic`).
     sent_bytes: dict[str, Count] = {}
 
 
@@ -254,8 +255,8 @@ class CheckpointWritten(Message, frozen=True, kw_only=True):
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """Something raised an error: a call beside the devices (its request), or what the worker was busy with or its setup
-    (None). `blames_peer`: the error is that another worker is gone."""
+    """An error was raised: by a call beside the devices (its request), by the present work of the worker or by its
+    setup (None). `blames_peer`: the error is that another worker is gone."""
 
     request_id: int | None
     text: str

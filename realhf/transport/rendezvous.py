@@ -27,8 +27,8 @@ def publish_master(directory: Path, master: MasterAddress) -> None:
 
 
 def withdraw_master(directory: Path, master: MasterAddress) -> None:
-    """Removes the address, so that workers of the next start do not connect to the port of a dead master. That of
-    another master stays."""
+    """Removes this master's address, so that workers of the next start do not connect to the port of a dead master.
+    Another master's address stays."""
     with contextlib.suppress(OSError, BadContentError):
         if decode_json(read_bytes(directory / _FILE), MasterAddress) == master:
             (directory / _FILE).unlink()
@@ -50,7 +50,7 @@ def wait_for_master(directory: Path, *, timeout_s: float, public_key: bytes | No
         except FileNotFoundError:
             pass
         except BadContentError as error:
-            seen = f"what it holds is no address: {error}"
+            seen = f"its content is no address: {error}"
         else:
             if public_key is None or master.public_key.encode() == public_key:
                 return master

@@ -149,7 +149,7 @@ class Server(Generic[Incoming, Outgoing]):
             ) from error
 
     def close(self, *, flush_s: float = 10.0) -> None:
-        """Closes the socket after sending what is queued, for at most `flush_s` seconds."""
+        """Closes the socket, after sending queued messages for at most `flush_s` seconds."""
         self._authenticator.stop()
         self._socket.close(linger=int(1000 * flush_s))
         self._context.term()

@@ -105,7 +105,7 @@ def blames_peer(error: BaseException) -> bool:
 def _connected(
     directory: RunDirectory, run: Run, rank: int, activity: ActivityWriter, moves: "queue.SimpleQueue[Move | None]"
 ) -> "Client[ToWorker, ToMaster]":
-    """The connection to the master, which puts what it is to do of moves there."""
+    """The connection to the master, whose requests for moves go to the thread of moves."""
     keys = load_worker_keys(directory.keys, worker=rank)
     check_start(directory, own_start())  # so that these are not the keys of another
 
@@ -151,8 +151,8 @@ def carry_out(
 ) -> Generator[None, None, None]:
     """Executes the master's requests until told to stop; moves of parameters on a thread of their own.
 
-    Yields after each request, and every `wait_s` seconds while none comes. `fail` is told, from any thread, what was
-    raised. If it returns, what the calling thread raised goes on.
+    Yields after each request, and every `wait_s` seconds while none comes. `fail` gets the exceptions of any thread. If
+    it returns, the exception of the calling thread goes on.
     """
     moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
     start_id = own_start()
@@ -211,7 +211,7 @@ def in_process(path: str) -> Generator[None, None, int]:
 
     There are no deadlines, since a person may look at an interface in a debugger for as long as they want.
 
-    Returns the exit code. Raises what a request raises.
+    Returns the exit code. Raises the exception of a request.
     """
     keep_freed_memory()
     directory, name = RunDirectory.open(Path(path)), worker_name(0)
@@ -241,7 +241,7 @@ def end_process(
     error: BaseException,
     request_id: int | None,
 ) -> None:
-    """Tells the master why, and ends the process. Of two threads that fail, one does it."""
+    """Tells the master why, and ends the process. If two threads fail, only one of them does so."""
     ending.acquire()
     try:
         logger.error("failed: %s", activity.text, exc_info=error)

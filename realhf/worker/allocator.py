@@ -3,14 +3,15 @@
 import contextlib
 import ctypes
 
-# Of glibc's malloc.h.
+# Parameters of glibc's mallopt (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _NEVER = 2**31 - 1
 _TOP_PAD_BYTES = 64 * 2**20
 
 
 def give_back_freed_memory() -> None:
-    """Gives back what malloc keeps, once: after a start, what was used to fill the models is not needed again."""
+    """Returns the free memory that malloc keeps, once: after a start, the memory that filled the models is not needed
+    again."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

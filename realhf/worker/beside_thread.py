@@ -19,8 +19,8 @@ CLOSE_S = 5.0  # how long the end of a worker waits for a rule that is still at 
 class BesideCall:
     """A call whose inputs are there.
 
-    what: the call and its step, for people.
-    run: computes it, keeps its outputs, and gives back what to reply.
+    what: name of the call and its step, for messages.
+    run: computes it, keeps its outputs, and returns the reply.
     """
 
     request_id: int
@@ -36,7 +36,7 @@ class BesideThread:
     calls hand them on without waiting for them.
 
     Args:
-        channels: get the replies, and what a call raised.
+        channels: get the replies, and the exception of a call.
     """
 
     def __init__(self, channels: Channels):
@@ -46,7 +46,7 @@ class BesideThread:
         self._thread.start()
 
     def start(self, call: BesideCall) -> None:
-        """Has the thread run the call; returns at once."""
+        """Starts the call on the thread; returns at once."""
         self._calls.put(call)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an interface gets beside its data: the call's context, and what stands for a model that it does not use."""
+"""The context that an interface gets with its data, and the stand-in for a model that it does not use."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +25,12 @@ def _no_records(step: int, ids: Sequence[int]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class BatchShare:
-    """What a call's protocol makes of this device.
+    """The part of this device in a call, by the call's transfer protocol.
 
-    holds_outputs: its outputs are taken.
-    counts: in sums over the batch; of several devices with the same samples one does.
-    peers: with whom it makes these sums; None: with nobody.
-    all: everybody who takes part in the call; None: nobody else.
+    holds_outputs: the outputs of this device are collected.
+    counts: this device counts in sums over the batch: one of several devices with the same samples.
+    peers: the group in which these sums are made; None: this device alone.
+    all: the group of all devices in the call; None: this device alone.
     """
 
     holds_outputs: bool
@@ -40,7 +40,8 @@ class BatchShare:
 
 
 def batch_share(call: ModelFunctionCallDef, layout: Layout, groups: GroupTable) -> BatchShare:
-    """Of `groups.rank`, which has to get a part of the call's batch. `groups` were made with `sharing_ranks`."""
+    """The part of `groups.rank`, to which the call's protocol must give samples. `groups` were made with
+    `sharing_ranks`."""
     if call.protocol is THREE_D_PROTO:
         of_layout = groups.groups(layout)
         return BatchShare(

@@ -1,4 +1,4 @@
-"""What a worker's threads and the rest of its process say to each other."""
+"""Channels between a worker's threads and the rest of its process."""
 
 import queue
 from collections.abc import Callable
@@ -15,11 +15,11 @@ class Fail(Protocol):
 
 @dataclass(frozen=True)
 class Channels:
-    """activity: what the threads are doing.
+    """activity: says what the threads are doing, in words.
     moves: moves of parameters, as they come in; None ends the thread that takes them (`MoveThread`).
-    report: told, from other threads, of moves that have ended and checkpoints that have been written.
-    fail: told, from another thread, what a move raised, what came too late on a stream, or what a call beside the
-        devices raised, with the id of its request; ends the process.
+    report: called by other threads when a move has ended or a checkpoint has been written.
+    fail: called by another thread with the exception of a move, of a late message on a stream, or of a call beside the
+        devices, and the id of the request; ends the process.
     """
 
     activity: ActivityWriter

@@ -27,7 +27,7 @@ class CheckpointWriter:
     def start(self, directory: str, snapshots: Snapshots) -> None:
         """Returns at once; the snapshots must not change any more."""
         assert self._thread is None or not self._thread.is_alive(), "two checkpoints at a time"
-        # A process that has to end does not wait for it: what is unfinished has no name and will be removed.
+        # A process that has to end does not wait for it: unfinished files have a temporary name and are removed later.
         self._thread = threading.Thread(target=self._write, args=(directory, snapshots), name="checkpoint", daemon=True)
         self._thread.start()
 

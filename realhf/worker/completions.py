@@ -2,31 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Protocol
 
 from torch import Tensor
 
-from realhf.data.tokenizer import Tokens
+from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.engine.batch import Batch
 from realhf.transport.messages import BatchKey, Completion
 
-MOST_CHARACTERS = 20_000  # of a text
-
-
-class Rows(Protocol):
-    """What is asked of a data set's reader (`realhf.data.rows.DatasetRows`)."""
-
-    batch_size: int
-
-    def tokens(self, step: int, sample_ids: Sequence[int]) -> list[dict[str, Tokens]]: ...
-
-    def text(self, tokens: Tokens) -> str: ...
+MOST_CHARACTERS = 20_000  # in a text
 
 
 def shown_samples(batch: BatchKey, batch_size: int, number: int) -> list[int]:
-    """The ids of the samples of a step that people see, `number` of them or all: evenly spread, others in the next
-    step, the same in every run. Of an evaluation they are in its first batch, so that all evaluations show the same."""
+    """The ids of the samples that a step shows to people, at most `number`: evenly spread, different ones in the next
+    step, the same in every run. All evaluations show the same samples, those of the first batch."""
     number = min(number, batch_size)
     if batch.split == "train":
         return sorted((batch.step + i * (batch_size // number)) % batch_size for i in range(number))
@@ -38,7 +27,7 @@ def completions(
     batch: BatchKey,
     data: Sequence[Batch],
     outputs: Mapping[str, list[Tensor]],
-    rows: Rows,
+    rows: DatasetRows,
     number: int,
 ) -> tuple[Completion, ...]:
     """Those of this rank, if the call reads sequences (`seq`) and makes their rewards (`reward`); else none.

@@ -34,5 +34,5 @@ def own_device(environ: Mapping[str, str] = os.environ) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the driver calls a GPU, or "CPU"."""
+    """The name of a GPU as the driver reports it, or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,4 +1,4 @@
-"""Whether a worker is on what the run was planned for: the launcher may not see the machines of its workers."""
+"""Whether a worker is on the hardware of the plan: the launcher may not see the machines of its workers."""
 
 import logging
 import socket
@@ -21,7 +21,7 @@ def check_device(hardware: Hardware | None, rank: int, device: torch.device) -> 
         UserError: it is not; the text names the worker, its host, both devices and a remedy.
     """
     if hardware is None:
-        return  # of a run that another version has planned
+        return  # another version planned the run
     name, memory_bytes = found_device(device)
     problem = mismatch(hardware, name, memory_bytes)
     if problem:
@@ -38,7 +38,7 @@ def check_device(hardware: Hardware | None, rank: int, device: torch.device) -> 
 
 
 def found_device(device: torch.device) -> tuple[str | None, int]:
-    """What the driver calls a GPU, and its memory in bytes; of the CPU None, and the memory of the host."""
+    """Name and memory in bytes of a GPU as the driver reports them; for the CPU, None and the memory of the host."""
     if device.type != "cuda":
         return None, read_host().memory_bytes
     properties = torch.cuda.get_device_properties(device)

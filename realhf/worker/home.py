@@ -1,11 +1,11 @@
-"""What a model's home starts with: random weights, a checkpoint, or the state at which a run goes on."""
+"""The first parameters of a model's home: random weights, a checkpoint, or the state from which a run resumes."""
 
 from pathlib import Path
 
 from realhf.engine.backend import EngineModel
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind
-from realhf.models.hugging_face_weights import BoxReader, open_checkpoint
+from realhf.models.opening import BoxReader, open_checkpoint
 from realhf.rundir.checkpoints import step_folder
 from realhf.rundir.run import Run
 
@@ -15,8 +15,8 @@ HEAD_PARAMETERS = ("lm_head.weight", "score.weight")
 def fill(model: EngineModel, run: Run, name: str, checkpoints: Path) -> None:
     """Gives `model`, the home of the run's model `name`, its parameters, and optimizer states where they are saved.
 
-    A model that changes comes from the run's own `checkpoints` where the run goes on. Of one that keeps several
-    versions all are the same at the start of a run.
+    When a run resumes, models that change come from the run's own `checkpoints`. In a new run all versions of a model's
+    parameters are equal.
 
     Raises:
         UserError: a checkpoint is of another architecture, or damaged.

@@ -1,4 +1,4 @@
-"""The code that a user's configuration names: loaded when a worker starts, run, and blamed for what it raises."""
+"""The code that a user's configuration names: loaded when a worker starts, run, and blamed for its exceptions."""
 
 import importlib
 import sysconfig
@@ -45,7 +45,7 @@ def run_interface(
     mini_batches: Sequence[Batch],
     context: CallContext,
 ) -> CallResult:
-    """What the interface gives back for a call, checked, as are the numbers that it leaves in `context.state`. A call
+    """The interface's checked result of a call; the numbers that it leaves in `context.state` are checked too. A call
     beside the devices has no model (None).
 
     Raises:
@@ -70,8 +70,8 @@ def run_interface(
 
 
 def complete_schedule(call: ModelFunctionCallDef, model: EngineModel, steps: int) -> None:
-    """Counts what a training left out of its optimizer steps (it stopped early, or a mini-batch had nothing to learn
-    from) as steps of the schedule: a checkpoint then has the number that the run has planned for.
+    """Counts optimizer steps that a training left out (it stopped early, or a mini-batch had nothing to learn from) as
+    steps of the schedule: a checkpoint then has the number of steps that the run has planned.
 
     `steps`: of the model, through the end of the call.
 
@@ -90,18 +90,18 @@ def complete_schedule(call: ModelFunctionCallDef, model: EngineModel, steps: int
 
 
 def explain(error: BaseException) -> str:
-    """What to tell the user of an exception: of its traceback the frames of the user's own files.
+    """The text of an exception for the user, with the traceback's frames in the user's own files.
 
-    Where there are none, all frames; of an InterfaceError or a UserError none, since its text says where.
+    If there are none, it has all frames. An InterfaceError or a UserError needs no frames: its text names the place.
     """
-    told = traceback.TracebackException.from_exception(error)
-    chain = list(_chain(told))
+    report = traceback.TracebackException.from_exception(error)
+    chain = list(_chain(report))
     if any(_is_users(frame) for link in chain for frame in link.stack):
         for link in chain:
             link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if _is_users(frame)])
     elif isinstance(error, InterfaceError | UserError):
         return str(error)
-    return "".join(told.format())
+    return "".join(report.format())
 
 
 def _describe(method: Callable[..., Any]) -> str:
@@ -111,8 +111,8 @@ def _describe(method: Callable[..., Any]) -> str:
     return f"{name} ({code.co_filename}, line {code.co_firstlineno})" if code else name
 
 
-def _chain(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    link: traceback.TracebackException | None = told
+def _chain(report: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    link: traceback.TracebackException | None = report
     while link is not None:
         yield link
         link = link.__cause__ or link.__context__

@@ -29,7 +29,7 @@ class _Incoming:
         self._lock, self._has_arrived = threading.Lock(), False
 
     def wait(self, waits: Waits, timeout_s: float) -> None:
-        """May be called by several threads, of which one waits: a work of gloo can be waited for once."""
+        """Several threads may call it. Only one waits for the work, because gloo allows that once."""
         with self._lock:
             if not self._has_arrived:
                 assert self.work is not None
@@ -38,7 +38,7 @@ class _Incoming:
 
 
 class _Outgoing:
-    """A message that is being sent, or will be when what it sends on has arrived. `packed` must stay until then."""
+    """A message that is being sent, or will be when its content has arrived. `packed` must stay until then."""
 
     def __init__(self, send: Send, packed: Tensor, wait: Callable[[Waits, float], object]):
         self.receiver, self.key, self.packed, self.wait = send.peer, send.key, packed, wait
@@ -47,17 +47,18 @@ class _Outgoing:
 class Mailbox:
     """Sends and receives without making the worker wait, one packed message a key and peer.
 
-    Both ends post their parts of a transfer at the same place of the master's one sequence of requests. What is to be
-    sent may still be on its way here, by an earlier transfer: then it is sent on when it has arrived, by a thread, on a
-    GPU by the stream of these messages, and no call waits for that.
+    Both ends post their parts of a transfer at the same place of the master's one sequence of requests. A tensor may
+    still be arriving by an earlier transfer when it has to be sent on. A thread then sends it when it has arrived (on a
+    GPU, the stream of these messages), and no call waits for it.
 
-    Nobody waits for ever: posting waits for nothing; a message arrives when both its ends have come to its transfer
-    and messages of earlier transfers have arrived; a call waits for its peers, and for messages of transfers before
-    it. So the first request of the sequence that has not ended can proceed, whatever the layouts.
+    No rank waits forever. Posting waits for nothing. A message arrives when both ends have reached its transfer and the
+    messages of earlier transfers have arrived. A call waits for its peers and for messages of earlier transfers. So the
+    first unfinished request of the sequence can always proceed, whatever the layouts.
 
     Args:
-        group: of all ranks, for these messages; default the world. With NCCL nothing else may use it, since its
-            messages are matched in their order, and all its ranks must have made one collective call in it before.
+        group: the process group of all ranks for these messages; the world by default. With NCCL nothing else may use
+            it, because NCCL matches messages by their order, and all its ranks must have made one collective call in
+            it.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Mailbox:
             waiting.remove(message)
 
     def free(self, batch: BatchKey) -> None:
-        """Forgets the batch, all of whose calls have ended: what was sent has arrived."""
+        """Forgets the batch, all of whose calls have ended: its messages have arrived."""
         for message in self._outgoing.pop(batch, ()):
             what = f"{message.key} of {batch} being taken by worker {message.receiver}"
             self._wait(message.wait, what)
@@ -149,7 +150,7 @@ class Mailbox:
         return dist.P2POp(start, packed.view(torch.uint8), peer, self._group, tag=numbers[peer])
 
     def _send_on(self, send: Send, expected: Collection[_Incoming], values: Sequence[Tensor]) -> _Outgoing:
-        """Has the thread send `values` when the messages that they are parts of have arrived."""
+        """Queues `values` for the thread, which sends them when the messages that hold them have arrived."""
         packed = torch.empty(sum(value.numel() for value in values), dtype=values[0].dtype, device=values[0].device)
         operation = self._operation(dist.isend, packed, send.peer)
 
@@ -164,8 +165,8 @@ class Mailbox:
 
     @contextmanager
     def _beside_calls(self) -> Iterator[None]:
-        """On a GPU, what is queued within waits for what calls have queued; what calls queue later does not wait for
-        it."""
+        """On a GPU, work queued inside waits for work that calls have queued before; later work of calls does not wait
+        for it."""
         if self._stream is None:
             yield
             return

@@ -10,12 +10,12 @@ _PROCESS = Path("/proc/self")
 
 
 class MemoryGauge:
-    """Measures the memory of this process on its device, beyond what it held when the gauge was made.
+    """Measures the memory of this process on its device, beyond the memory that it held when the gauge was made.
 
-    Made before the models are, it leaves out what the program itself takes (Python, torch, on a GPU CUDA's context),
-    which the planner does not count either. On a GPU it measures what torch has allocated. On the CPU it measures the
+    Made before the models, it leaves out the memory of the program itself (Python, torch, on a GPU CUDA's context),
+    which the planner does not count either. On a GPU it measures torch's allocations. On the CPU it measures the
     resident set without the pages of files: those are the program's too, and come when code first runs. Memory that is
-    freed stays with the process (`realhf.worker.allocator`), so later calls show what earlier ones needed.
+    freed stays with the process (`realhf.worker.allocator`), so later calls show the memory of earlier ones.
     """
 
     def __init__(self, device: torch.device):
@@ -36,13 +36,13 @@ class MemoryGauge:
             return peak
         peak = _resident_bytes("VmHWM") - _resident_bytes("RssFile")
         with contextlib.suppress(OSError):
-            (_PROCESS / "clear_refs").write_text("5")  # proc(5): sets the peak to what is resident now
+            (_PROCESS / "clear_refs").write_text("5")  # proc(5): sets the peak to the resident bytes of now
         return max(0, peak - self._program_bytes)
 
 
 def _resident_bytes(field: str) -> int:
-    """VmRSS, what is resident now, RssFile, what of it are pages of files, or VmHWM, the most that was; 0 on systems
-    without Linux's /proc."""
+    """Bytes of a field of /proc/self/status: VmRSS (resident now), RssFile (resident pages of files) or VmHWM (peak); 0
+    on systems without Linux's /proc."""
     try:
         found = re.search(rf"^{field}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
     except OSError:

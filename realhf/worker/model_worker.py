@@ -95,7 +95,7 @@ class ModelWorker:
             )
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
-        self._reading = threading.Lock()  # of the data sets, by calls and by calls beside the devices
+        self._reading = threading.Lock()  # guards the data sets: calls, and calls beside the devices, read them
         group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
         self._mailbox = Mailbox(self._store, device, self._timeout_s, group, waits)
         self._interfaces = self._load_interfaces()
@@ -113,8 +113,8 @@ class ModelWorker:
         self._beside = BesideThread(channels)
 
     def handle(self, request: Request) -> Reply | None:
-        """Executes one request; what it raises ends the run. None for one that is not replied to, or later, by another
-        thread."""
+        """Executes one request and returns the reply; any exception ends the run. None: there is no reply, or another
+        thread sends it later."""
         self._move_thread.wait()
         reply = self._handle(request)
         self._move_thread.computed()
@@ -165,7 +165,7 @@ class ModelWorker:
 
     @contextmanager
     def _timed(self, phase: Phase, name: str) -> Iterator[Callable[[], Span]]:
-        """Says what is done, and logs how long it took; gives what makes the span once it is done."""
+        """Records the activity and logs its duration; yields the function that makes its span afterwards."""
         self._set_activity(f"{name}: {phase}")
         start = now_s()
         yield lambda: Span(phase, name, start, now_s())
@@ -237,7 +237,7 @@ class ModelWorker:
         )
 
     def _hand_on(self, request: CallFunction) -> None:
-        """Has the other thread run a call beside the devices, on data in host memory."""
+        """Starts a call on the other thread, beside the devices, on data in host memory."""
         split, what = request.batch.split, f"{request.call} of {request.batch}"
         definition = self._graphs[split].calls[request.call]
         context, wait = self._context(request, definition), self._collect(request, definition)
@@ -351,7 +351,7 @@ class ModelWorker:
         for name in request.models:
             model = self._models[name, self._run.homes[name]]
             with model.residency.loaded():
-                # What waits in host memory leaves its tensors again.
+                # Models that wait in host memory leave their tensors again.
                 is_copied = not request.is_last or name in self._run.plan.offload
                 snapshots[name] = snapshot(model.state(), copied=is_copied)
         self._writer.start(request.directory, snapshots)

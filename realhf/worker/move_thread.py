@@ -14,7 +14,7 @@ from realhf.worker.channels import Channels
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[BatchKey, str]  # of a move, and of what prepares for it
+Key = tuple[BatchKey, str]  # names a move, and the request that prepares for it
 LOOK_EVERY_S = 1.0  # whether a move that is waited for is late
 
 
@@ -31,7 +31,7 @@ class MoveThread:
     call or move that has not ended can always proceed, whatever the meshes.
 
     Args:
-        channels: where moves come in; gets the replies, and what `carry_out` raised.
+        channels: where moves come in; gets the replies, and the exception of `carry_out`.
         carry_out: does this worker's part of a move.
         timeout_s: how long calls wait for a move to begin: at least the time of other workers' calls before it.
     """
@@ -72,8 +72,8 @@ class MoveThread:
                     )
 
     def computed(self) -> None:
-        """To be called after every request that is no move: on the device, moves wait for what the request has queued,
-        and for nothing of the call behind it."""
+        """To be called after every request that is no move: on the device, moves wait for the work that the request has
+        queued, and not for the call behind it."""
         if self._stream is not None:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))

@@ -1,4 +1,4 @@
-"""What a worker does in moves of parameters: copies for calls laid out otherwise, and models that follow others."""
+"""A worker's part in moves of parameters: copies for calls in another layout, and models that follow others."""
 
 import threading
 from collections.abc import Iterator, MutableMapping
@@ -26,19 +26,20 @@ Models = MutableMapping[tuple[str, Layout], EngineModel]
 class ParameterMoves:
     """Carries out moves between the models of this worker and those of others.
 
-    Between calls a copy has no memory: what is built on its parameters, a hundred modules, is built once. Where a copy
-    contains the home's part, the home's parameters have no memory during the call, and who reads the home finds them in
+    Between calls a copy has no memory, but the modules on its parameters stay: they are built once. Where a copy
+    contains the home's part, the home's parameters have no memory during the call, and readers of the home find them in
     the copy.
 
-    `carry_out` is for one thread (`realhf.worker.move_thread`), the rest for the one that executes calls. Both may have
-    to do with one home at a time: this worker sends of it while a call on a copy of it ends. Nothing else can come
-    in between. What changes parameters, a training or a move into them, comes after the end of all that reads them
-    (version edges), hence when the last byte of them has arrived. A model that waits in host memory comes and goes
-    on a thread that has prepared for the move, and waits for it.
+    `carry_out` is for one thread (`realhf.worker.move_thread`), the rest for the one that executes calls. Both may use
+    one home at the same time: this worker sends from it while a call on a copy of it ends. Nothing else overlaps:
+    training, or a move into the parameters, comes after the end of all their readers (version edges), when the last
+    byte has arrived. A model that waits in host memory comes and goes on a thread that has prepared for the move, and
+    waits for it.
 
     Args:
-        groups: of the run's layouts. Made after it on every rank, since messages of its own may need a group.
-        models: what is here, by name and layout; homes are there from the start, copies are added.
+        groups: process groups of the run's layouts. Every rank makes this object after them, because it may make a
+            group for its own messages.
+        models: the models on this worker, by name and layout; homes exist from the start, copies are added.
     """
 
     def __init__(self, run: Run, rank: int, device: torch.device, groups: GroupTable, models: Models):
@@ -46,10 +47,10 @@ class ParameterMoves:
         self._timeout_s = run.deadlines.longest_s
         self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
         self._lent: dict[str, LentParts] = {}  # by model, where the move into the copy was verified
-        # Of copies that other calls take theirs from: how many calls are not done with it, its own among them.
+        # Uses left of each copy that other calls copy from, its own call included.
         self._uses: dict[tuple[str, Layout], int] = {}
         self._at_rest = {name: threading.Lock() for name in run.homes}
-        # Its own deadline comes after that of a bucket, which says what was waited for.
+        # Its own deadline comes after that of a bucket, whose error names the awaited message.
         is_needed = groups.spans_hosts and _moves_anything(run)
         self._across_hosts = group_of_all_ranks(device, 2 * self._timeout_s) if is_needed else None
 
@@ -68,7 +69,7 @@ class ParameterMoves:
         self._models[name, layout] = build_model(setup.backend, spec)
 
     def carry_out(self, move: Move) -> None:
-        """Does this worker's part of a move; when it returns, what comes here is complete.
+        """Does this worker's part of a move; when it returns, the parameters that come here are complete.
 
         Raises:
             ReallocationError: a peer did not do its part, or values came that were not sent.
@@ -167,7 +168,7 @@ class ParameterMoves:
             forwarding=False,  # a device would send on its average
         )
         if target:
-            target.residency.select_version(node.version(step))  # which nobody will ask for any more
+            target.residency.select_version(node.version(step))  # the version that no request needs any more
         carrier = self._carrier(run.homes[node.source], run.homes[node.target])
         is_verified = self._verification.is_due(name, run.homes[node.target], step)
         arrived: SumsByPeer | None = {} if is_verified and node.eta < 1 else None

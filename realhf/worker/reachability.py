@@ -41,7 +41,7 @@ def check_reachability(store: dist.Store, rank: int, num_workers: int, identity:
     if not found:
         raise RunError(f"worker {rank} on {socket.gethostname()} has no interface {interface}; it has {addresses()}")
     family = socket.AF_INET6 if ":" in found[0] else socket.AF_INET
-    # The kernel completes connections to a socket that listens, so nobody needs to accept them.
+    # The kernel completes connections to a listening socket, so no thread has to accept them.
     with socket.create_server((found[0], 0), family=family, backlog=4096) as server:
         own = Place(
             rank=rank,
@@ -64,7 +64,7 @@ def check_reachability(store: dist.Store, rank: int, num_workers: int, identity:
 
 
 def others_to_reach(own: Place, places: Sequence[Place]) -> list[Place]:
-    """One worker of every other host; workers of a host begin with different ones, so that nobody has to serve all."""
+    """One worker of every other host; workers of a host begin with different ones, to spread the load."""
     by_host: dict[int, list[Place]] = {}
     for place in places:
         by_host.setdefault(place.identity, []).append(place)

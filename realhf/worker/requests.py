@@ -1,4 +1,4 @@
-"""What a worker does not do, whoever asks: requests that its run's experiment and plan do not have. Pure."""
+"""Refuses requests that the run's experiment and plan do not have. Pure."""
 
 from pathlib import Path
 

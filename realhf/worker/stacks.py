@@ -7,7 +7,7 @@ from realhf.base.reading import open_regular
 
 
 def write_stacks(path: Path, activity: str) -> None:
-    """Writes what the process is doing and the Python stack of each thread; the file appears when it is whole."""
+    """Writes the activity of the process and the Python stack of each thread; the file appears when it is whole."""
     part = path.with_name(f".{path.name}.part")
     with open_regular(part, "w") as file:
         file.write(f"{activity}\n\n")

@@ -33,7 +33,7 @@ class SampleStore:
 
 
 def describe(ids: Sequence[int], values: Sequence[Tensor]) -> KeyMetadata:
-    """What the master is told of a column that has been checked (`realhf.engine.returned`): no values."""
+    """The metadata of a checked column (`realhf.engine.returned`) that the master gets; it has no values."""
     first = values[0]
     return KeyMetadata(
         dtype=cast(SampleDType, str(first.dtype).removeprefix("torch.")),

@@ -1,4 +1,4 @@
-"""Which mode every operator of a module is in: chosen by the exact solver from what this group measured, or given."""
+"""The mode of every operator of a module: chosen by the exact solver from measurements of this group, or given."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,12 +32,12 @@ MOST_SAMPLES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class OsdpOptions:
-    """What may be said besides.
+    """Further options of `realhf.osdp`.
 
-    modes: fixes what is otherwise chosen: the modes of all operators ("sharded", "4 sharded", "2 sharded + 2 zero1"),
-        or pairs (operators, modes), of which the last that names an operator holds; operators by their path in the
-        model, with "*" and "0-3" for parts of it, and "others". `plan.modes` of another wrapping can be given.
-    slices: large weights are cut into up to so many.
+    modes: fixes the modes instead of choosing them: of all operators ("sharded", "4 sharded", "2 sharded + 2 zero1"),
+        or pairs (operators, modes). The last pair that names an operator holds. Operators are named by their path in
+        the model, with "*" and "0-3" for parts of it, and "others". `plan.modes` of another wrapping can be given.
+    slices: large weights are cut into up to this number of slices.
     prefetch: the next slice is gathered while one is in use.
     max_batch: the largest batch that is considered where `batch_size` is None.
     """
@@ -53,8 +53,7 @@ class OsdpOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePlan:
-    """The modes of a module's operators with what they are predicted to cost, beside one mode for all. `str()` is a
-    table."""
+    """The modes of a module's operators with their predicted costs, beside one mode for all. `str()` is a table."""
 
     chosen: OsdpPlan
     slice_modes: Mapping[str, tuple[Mode, ...]]
@@ -67,7 +66,7 @@ class ModulePlan:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a rank."""
+        """The predicted bytes of a rank."""
         return self.chosen.memory_bytes
 
     @property
@@ -96,7 +95,7 @@ def problem_of(
     links: Links,
     memory_bytes: int,
 ) -> OsdpProblem:
-    """The choice of modes, operators whole. `memory_bytes`: what is left for them, gathers and activations."""
+    """The choice of modes, operators whole. `memory_bytes`: the memory for operators, gathers and activations."""
     sample, optimizer = measured
     return OsdpProblem(
         operators=tuple(
@@ -136,7 +135,7 @@ def choose(
         UserError: nothing fits, with the smallest memory that would do; or `options.modes` cannot be.
     """
     batches = range(1, options.max_batch + 1) if batch_size is None else range(batch_size, batch_size + 1)
-    rules = "replicated" if group is None else options.modes  # one rank has nobody to share with
+    rules = "replicated" if group is None else options.modes  # one rank cannot share
     if rules is not None:
         chosen, modes = _given(problem, rules_of(rules), batches)
     else:
@@ -162,7 +161,7 @@ def joined(plan: OsdpPlan) -> OsdpPlan:
 
 
 def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.ProcessGroup | None) -> OsdpPlan:
-    """What rank 0 of the group finds, sent as one vector of numbers: which problem, batch, bound, and all counts."""
+    """The solution of rank 0 of the group, sent as one vector of numbers: problem, batch, bound, and all counts."""
     cells = len(problems[0].operators) * len(problems[0].modes)
     if group is None or group.size() == 1:
         return solve(problems, batches)
@@ -216,7 +215,7 @@ def _given(problem: OsdpProblem, rules: ModeRules, batches: range) -> tuple[Osdp
 
 
 def _ruled(operators: Sequence[Operator], rules: ModeRules) -> dict[str, tuple[Mode, ...]]:
-    """The modes of every operator's slices. A pattern with "*" asks of each operator what it can do."""
+    """The modes of every operator's slices. A pattern with "*" gives each operator a mode that it has."""
     modes: dict[str, tuple[Mode, ...]] = {op.name: ("zero1",) for op in operators}
     for pattern, text in rules:
         wanted = modes_in(text)
@@ -231,7 +230,7 @@ def _ruled(operators: Sequence[Operator], rules: ModeRules) -> dict[str, tuple[M
             if not is_possible and "*" not in pattern:
                 raise UserError(
                     f"modes: {op.name!r} can be {', '.join(op.modes)} in at most {op.most_slices} slices, not "
-                    f"{text!r}; write what it can be"
+                    f"{text!r}; choose from these"
                 )
             first = wanted[0] if wanted[0] in op.modes else "zero1"
             modes[op.name] = wanted if is_possible else (first,)

@@ -1,4 +1,5 @@
-"""What gathering and reducing a slice take in the engine beside their collectives, measured with a small module."""
+"""The time that the engine takes for gathering and reducing a slice, besides their collectives, measured on a small
+module."""
 
 import statistics
 import time
@@ -19,7 +20,7 @@ from realhf.wrapping.trained import OsdpModule
 
 OPERATORS, FEATURES, SAMPLES = 16, 32, 4  # so small that nothing but their number takes time
 WARM_UPS, READINGS = 2, 5
-USES = 3  # of a sharded slice in a step: two gathers and a reduction
+USES = 3  # a sharded slice in a step: two gathers and a reduction
 NOTHING = SampleCosts(bytes_per_sample=0, seconds_per_sample=0.0, uses=Counter(), used_elsewhere=frozenset())
 
 
@@ -30,8 +31,8 @@ def handling_seconds(
     costs: CollectiveCosts,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of each gather, and of each reduction, beside what `costs` says of its collective; never below 0, and
-    the same on all ranks."""
+    """Seconds of each gather, and of each reduction, beside its collective (`costs`); never below 0, and the same on
+    all ranks."""
     if group is None:
         return 0.0
     slices = [_step_seconds(mode, group, device, dtype, clock) for mode in ("zero1", "sharded")]

@@ -1,5 +1,5 @@
-"""What training of a module costs on this rank, measured before it is wrapped: activations and seconds of a sample, how
-often operators are used, and what the optimizer keeps of an element."""
+"""The costs of training a module on this rank, measured before it is wrapped: activations and seconds of a sample, uses
+of operators, and the states that the optimizer keeps of an element."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from realhf.base.errors import UserError
-from realhf.engine.tensor_bytes import storage_id
+from realhf.engine.residency.offload import storage_id
 from realhf.wrapping.operators import is_operator
 
 Example = Callable[[int], Tensor]
@@ -28,7 +28,7 @@ OptimizerFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 READINGS = 5
 # Between two passes a step goes through gradients, two states and parameters, and leaves the caches full of these.
 STEP_ARRAYS, MOST_TOUCHED_BYTES = 4, 2**28
-MOST_TIMED_SAMPLES = 8  # of a pass before anything is divided
+MOST_TIMED_SAMPLES = 8  # in a pass before anything is divided
 FEWEST_TRIED, MOST_TRIED = 2**20, 2**23  # elements of an optimizer's vector; more leave the caches as these do
 COMPARED_ELEMENTS = 64
 # An elementwise optimizer differs by rounding alone; one with norms by factors, for parts that are 100 times larger.
@@ -37,7 +37,7 @@ SAME, LARGER = 1e-3, 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCosts:
-    """Of a forward and backward pass.
+    """The costs of a forward and backward pass.
 
     uses: how often a forward pass of each linear or embedding ran, by path; twice where it is computed again.
     used_elsewhere: the parameters of these that something else has read.
@@ -51,9 +51,9 @@ class SampleCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCosts:
-    """Of one element of the parameters.
+    """The costs of one element of the parameters.
 
-    accumulate_s: of adding a new gradient to what is kept of it.
+    accumulate_s: seconds of adding a new gradient to the kept one.
     """
 
     state_bytes: float
@@ -66,8 +66,8 @@ def sample_costs(
 ) -> SampleCosts:
     """Runs `example` on the module: `example(n)` gives the loss of n samples. Parameters and buffers stay as they were.
 
-    Activations are the most bytes that are alive at the same time, those that are computed again too, gradients of
-    parameters not; of them what a further sample adds.
+    Activations are the most bytes alive at the same time, recomputed ones included, gradients of parameters not. Their
+    bytes per sample are those that one more sample adds.
 
     Raises:
         UserError: `example` gives no loss of the module's parameters.
@@ -101,7 +101,7 @@ def optimizer_costs(
     """Tries an optimizer on vectors of its own, with the passes over gradients that a step makes beside it: they are
     divided by the number of ranks, and then zeroed.
 
-    share: elements that every rank updates whatever the modes are. So many are tried, within bounds: the larger a
+    share: elements that every rank updates whatever the modes are. The trial has this size, within bounds: the larger a
         vector, the less of it is in a cache.
 
     Raises:
@@ -177,7 +177,7 @@ class _Watch(TorchDispatchMode):
         self.used_elsewhere: set[str] = set()
         self.running: list[nn.Linear | nn.Embedding] = []
         self._changes: list[tuple[int, int]] = []  # (which storage, bytes more or less), in the order of time
-        self._alive: dict[int, int] = {}  # by address, the number of the storage there; that of parameters is -1
+        self._alive: dict[int, int] = {}  # by address, the number of the storage there; -1 for parameters
         self._gradients: set[int] = set()
         self._weights: dict[int, str] = {}
         known = {id(p): name for name, p in module.named_parameters()}
@@ -238,7 +238,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _watched(module: nn.Module, example: Example, samples: int) -> _Watch:
-    """`example` of so many samples, watched."""
+    """Runs `example` on `samples` samples, and watches it."""
     watch = _Watch(module)
     handles: list[RemovableHandle] = []
     for path, part in module.named_modules():
@@ -302,6 +302,6 @@ def _seconds(work: Callable[[], None], module: nn.Module, clock: Callable[[], fl
 
 
 def synchronise(device: torch.device) -> None:
-    """Returns when the device has done what it was asked for."""
+    """Returns when the device has done its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -53,7 +53,7 @@ def osdp(
         optimizer_factory: makes the optimizer of a list of vectors, this rank's parts of the parameters. It must be
             elementwise (SGD, Adam, AdamW, ...), and is also tried on small vectors.
         device_mesh: with one dimension, the data-parallel group.
-        memory_gb: what a rank may take for parameters, gradients, optimizer states, gathers and activations, in GiB.
+        memory_gb: the memory of a rank for parameters, gradients, optimizer states, gathers and activations, in GiB.
         example: `example(n)` runs the model on n samples and returns their loss; used for measuring, before wrapping.
         batch_size: samples of a rank and forward pass; None: those that give the most samples a second, `plan` says.
         options: of `OsdpOptions`: modes, slices, prefetch, max_batch.
@@ -92,12 +92,12 @@ def _group(device_mesh: "DeviceMesh") -> dist.ProcessGroup | None:
     group = device_mesh.get_group()
     if dist.get_backend(group) != "gloo":
         return group
-    # Of its own: torch's modules hold the world's group to the end of the process, with gloo's threads.
+    # A group of its own: torch's modules hold the world's group, with gloo's threads, to the end of the process.
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
 
 
 def _device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Of the parameters that are trained."""
+    """Device and dtype of the trained parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     kinds = sorted({f"{p.dtype} on {p.device.type}" for p in trained})
     if len(kinds) != 1 or trained[0].device.type == "meta":

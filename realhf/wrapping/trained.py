@@ -1,4 +1,4 @@
-"""A torch module whose operators are each in their mode, with the optimizer of what this rank updates."""
+"""A torch module with a mode for each operator, and the optimizer of the parameters that this rank updates."""
 
 import math
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from realhf.wrapping.operators import ModuleOperator, cut, units_in_modes
 
 
 class OsdpModule:
-    """What `realhf.osdp` gives: it is called like the model. All ranks call it, and its methods, together.
+    """The result of `realhf.osdp`: it is called like the model. All ranks call it, and its methods, together.
 
-    module: the model, with its operators cut in place; for what is neither a forward pass nor a step.
-    plan: the modes of its operators, and what they are predicted to cost.
-    optimizer: of this rank's vectors; for learning-rate schedules, and states of this very plan.
+    module: the model, with its operators cut in place; for anything but forward passes and steps.
+    plan: the modes of its operators, and their predicted costs.
+    optimizer: the optimizer of this rank's vectors; for learning-rate schedules, and states of this very plan.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class OsdpModule:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_dict`, or that of the model before it was wrapped, gave. The optimizer's states stay.
+        """Loads the result of `state_dict`, or of that of the model before it was wrapped. The optimizer's states stay.
 
         Raises:
             UserError: names or shapes are not the model's.
@@ -166,12 +166,12 @@ class OsdpModule:
         for name, gradient in self._gradients.items():
             if self._parameters[name].grad is not gradient:
                 raise RuntimeError(
-                    f"the gradient of {name} was dropped or replaced; use zero_grad() and step() of what realhf.osdp "
-                    "gave, not those of the model or the optimizer, and no create_graph"
+                    f"the gradient of {name} was dropped or replaced; use zero_grad() and step() of the result "
+                    "of realhf.osdp, not those of the model or the optimizer, and no create_graph"
                 )
 
     def _norm(self) -> float:
-        """Of the sum of the gradients over the ranks."""
+        """The norm of the sum of the gradients over the ranks."""
         square = torch.zeros((), dtype=torch.float64, device=self._vectors.flat.device)
         for part in self._counted:
             square += square_sum(self._vectors.gradient[part])

@@ -24,9 +24,8 @@ from realhf.data.tokenizer import TextTokenizer
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import save_model
 from realhf.models.hugging_face_files import HuggingFaceDirectory, check_checkpoint
-from realhf.models.hugging_face_weights import BoxReader, open_checkpoint
+from realhf.models.opening import BoxReader, open_checkpoint
 from realhf.planning.clusters import parse_cluster
 from realhf.planning.model.descriptions import DESCRIPTIONS, read_hardware
 from realhf.planning.model.experience import RunTimes, SeenCall, load_run_times
@@ -34,6 +33,7 @@ from realhf.planning.model.lengths import read_lengths
 from realhf.planning.model.measured import MeasuredConstant, MeasuredConstants, load_constants
 from realhf.planning.model.profile import load_profile, save_profile
 from realhf.planning.problem.file import load_problem
+from tests.unit.checkpoints import save_model
 from tests.unit.data.tokenizers_of_families import write_llama3
 from tests.unit.models.families import config_class, oracle
 from tests.unit.planning.graphs import TINY
@@ -132,7 +132,7 @@ def read_tokenizer(path: Path) -> None:
     made = TextTokenizer(path.parent)
     try:
         made.decode(made.encode("a text"))
-        made.apply_chat_template([{"role": "user", "content": "a text"}])
+        made.template.render([{"role": "user", "content": "a text"}])
     except (ValueError, TemplateError) as error:  # of a text, whose place the data set adds
         raise UserError(f"{path}: {error}") from error
     assert {*made.end_tokens, made.begin, made.pad} - {None} <= set(range(made.largest_token + 1))

@@ -1,4 +1,4 @@
-"""What a family is: how its `config.json` and its tensor names describe a decoder."""
+"""The description of a model family: how its `config.json` and its tensor names describe a decoder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -51,7 +51,7 @@ def _read_rope(fields: Fields, theta: float) -> tuple[RopeScaling, float]:
     """From `rope_parameters` (transformers 5), else from `rope_scaling` and `rope_theta`."""
     given = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.path)
     theta = given.real("rope_theta", fields.real("rope_theta", theta))
-    name = "rope_type" if given.content.get("rope_type") else "type"  # of older versions
+    name = "rope_type" if given.content.get("rope_type") else "type"  # in older versions
     kind = given.choice(name, "default", _ROPE_KINDS)
     for of_rotation in (fields, given):
         of_rotation.refuse("partial_rotary_factor", 1, 1.0)

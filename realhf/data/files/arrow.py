@@ -57,7 +57,7 @@ class ArrowFile(RowFile):
                 self._batches[index].validate(full=True)
                 self._checked.add(index)
             records: list[Record] = self._batches[index].slice(first, count).to_pylist()
-        except Exception as error:  # of a damaged file, pyarrow's and Python's own: ValueError, IndexError, SystemError
+        except Exception as error:  # ArrowException, ValueError, IndexError, SystemError if it is damaged
             raise UserError(
                 f"{self.place(int(self._ends[index]) + first)}: {error}; write the file again, texts as UTF-8"
             ) from None

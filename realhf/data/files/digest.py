@@ -1,4 +1,4 @@
-"""Digests of files: of what a run reads, and of what a cache was made from."""
+"""Digests of files: the inputs of a run, and the sources of a cache."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from realhf.base.reading import open_regular
 from realhf.models.checkpoint_digest import file_digest
 
-# Of a larger file of weights as many parts are read as fit, evenly spread: training changes nearly all numbers.
+# From a larger file of weights, evenly spread parts of this total size are read: training changes nearly all numbers.
 _SAMPLED_BYTES = 2**24
 _PARTS = 64
 # A file that was written less long ago may change once more without another time of its last change.
@@ -18,7 +18,7 @@ _SETTLED_S = 2.0
 
 
 def content_digest(paths: Sequence[Path]) -> str:
-    """Of the bytes of files, in this order: 64 hexadecimal digits. Raises OSError."""
+    """The digest of the bytes of files, in this order: 64 hexadecimal digits. Raises OSError."""
     return hashlib.sha256("".join(map(known_digest, paths)).encode()).hexdigest()
 
 
@@ -28,7 +28,7 @@ def known_digest(path: Path) -> str:
 
 
 def weights_digest(path: Path) -> str:
-    """As `known_digest`; of a file of more than 16 MiB, its beginning, its end and parts between them are read."""
+    """As `known_digest`, but reads only the beginning, the end and parts in between of a file above 16 MiB."""
     return _digest(path, sampled=True)
 
 

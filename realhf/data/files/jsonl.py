@@ -19,7 +19,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JSONLFile(RowFile):
-    """A file of lines, of which only the borders are held: 8 bytes a line.
+    """A file of lines. Only the offsets of lines are in memory: 8 bytes a line.
 
     Raises:
         OSError: the file cannot be read.

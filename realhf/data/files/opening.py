@@ -1,4 +1,5 @@
-"""Finds out what a data set's path is: a file of a known format, a folder of such files, or what `datasets` saved."""
+"""Finds the kind of a data set's path: a file of a known format, a folder of such files, or a folder saved by
+`datasets`."""
 
 import glob
 import re
@@ -14,7 +15,7 @@ from realhf.data.files.rows import RowFile, Shards
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 FORMATS = "JSONL (one object a line), parquet, or a folder that `datasets` saved (save_to_disk)"
 MAKE_DATA = "`python -m realhf.data.sort_task DIR` makes the data of the sorting task"
-# The first bytes of what people have in place of a data file.
+# The first bytes of common files that are no data files.
 _ARCHIVES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2"}
 _START_BYTES = 8  # as many as a format is known by, and more
 _SPLIT = re.compile(r"(?:train|training|test|testing|validation|valid|val|dev|eval)(?=[-_.])")

@@ -23,7 +23,7 @@ class RowFile(ABC):
 
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns; of a file without a schema, those of its first row.
+        """The names of the columns; for a file without a schema, the names in its first row.
 
         Raises:
             UserError: the first row is broken.

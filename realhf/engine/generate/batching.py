@@ -1,7 +1,7 @@
 """Continuous batching: which sequences compute in the next step, and in which pages their keys and values lie.
 
-Everything here is numbers; `realhf.engine.generate.running_batch` computes what is decided. All ranks of a
-data-parallel group decide the same, because they see the same prompts and tokens.
+This file decides with plain numbers; `realhf.engine.generate.running_batch` computes. All ranks of a data-parallel
+group decide the same, because they see the same prompts and tokens.
 """
 
 from collections import deque
@@ -15,8 +15,7 @@ from realhf.engine.generate.block_manager import BlockManager
 class RunningSequence:
     """A sequence that has a place in the batch.
 
-    `length` counts its tokens, the last of which is not in the cache yet; `slot` is its row of the page table as long
-    as it runs.
+    `length` counts its tokens; the last one is not in the cache yet. `slot` is its row of the page table while it runs.
     """
 
     index: int
@@ -66,7 +65,8 @@ class _Waiting:
 
 
 class Scheduler:
-    """Admits sequences in their order as far as places and pages reach, and preempts the last admitted ones.
+    """Admits sequences in order while there are slots and pages, and preempts the last admitted ones when pages run
+    out.
 
     A preempted sequence loses its pages and waits in front; it is then computed anew, with the tokens it has.
 
@@ -113,12 +113,12 @@ class Scheduler:
         return not (self.running or self._waiting)
 
     def plan(self) -> Step:
-        """What to compute next; `advance` must follow before the next plan."""
+        """Decides the next step; `advance` must follow before the next plan."""
         assert self._step is None, "the last step has not ended"
         before = self.preemptions
         grown = self._grow()
         step = Step(list(self.running), grown=grown)
-        if self.preemptions == before:  # else what was just taken away would be given to another
+        if self.preemptions == before:  # else the freed pages would go to another sequence
             self._admit(step)
         assert step.rows, "a budget that holds the longest sequence lets at least one run"
         self._step = step
@@ -165,8 +165,8 @@ class Scheduler:
             tokens += group.length
             if step.prefills and tokens > self.max_prefill_tokens:
                 return
-            # A page each beyond the full ones that they share: the next token has its place. Of those that run a
-            # quarter may need a page within the next quarter of a page; admitting must not starve them.
+            # A page each beyond the full ones that they share: the next token has its place. A quarter of the running
+            # sequences may need a page within the next quarter of a page, so one page is kept back for every four.
             full = group.length // self.page_size
             room = self.blocks.free - full - (0 if self.holds_all else len(self.running) // 4)
             count = min(len(group.indices), len(self._slots), room)

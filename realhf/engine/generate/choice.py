@@ -47,7 +47,7 @@ class TokenChoice:
         self._uniforms: dict[int, np.ndarray] = {}
 
     def longest(self) -> np.ndarray:
-        """[sequences]: tokens of which keys and values may be needed; the last token is never computed."""
+        """[sequences]: tokens whose keys and values may be needed; those of the last token never are."""
         return self.prompt_lengths + self.limits - 1
 
     def first_with_prompt(self) -> list[int]:

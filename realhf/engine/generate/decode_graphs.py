@@ -1,9 +1,9 @@
 """Decode steps as graphs: of a few numbers of rows, over buffers that stay where they are, from call to call.
 
 A decode step of a few billion parameters is some hundreds of kernels of microseconds each; launching them one by one
-takes longer than running them. A CUDA graph is launched at once, but repeats just what was recorded: the same kernels
-on the same addresses. So rows are padded to a *bucket*, inputs are copied into buffers that belong to it, and the pages
-of the KV cache stay allocated as long as the graphs live.
+takes longer than running them. A CUDA graph is launched at once, but repeats only the recorded kernels on the same
+addresses. So rows are padded to a *bucket*, inputs are copied into buffers that belong to it, and the pages of the KV
+cache stay allocated as long as the graphs live.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels
 from realhf.models.decoder import Decoder
 from realhf.parallel.vocabulary import Logits
 
-# Given a computation on tensors that stay where they are, what repeats it on what they hold by then.
+# From a computation on tensors that stay in place to a function that repeats it on their present values.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def capture_of(decoder: Decoder, graphs: GraphLife) -> "Capture | None":
-    """What records the decode steps of this rank's part of a model; None where they are not recorded."""
+    """The recorder of decode steps for this rank's part of a model; None where they are not recorded."""
     on_gpu = next(decoder.parameters()).is_cuda
     if graphs == "off" or graphs_refusal(decoder.config, on_gpu=on_gpu):
         return None
@@ -32,7 +32,7 @@ def capture_of(decoder: Decoder, graphs: GraphLife) -> "Capture | None":
 
 
 class CudaCapture:
-    """Records CUDA graphs, all in one pool of memory: what one leaves there the next may overwrite."""
+    """Records CUDA graphs, all in one pool of memory: a graph may overwrite the values that another has left there."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -52,7 +52,7 @@ class CudaCapture:
 
 @dataclass(frozen=True)
 class _Step:
-    """The buffers of one bucket, and what computes on them.
+    """The buffers of one bucket, and the computation on them.
 
     x: tokens [rows] int64, or the previous stage's hidden states [rows, hidden]. The other two: see `DecodeRows`.
     """
@@ -75,8 +75,8 @@ class _Step:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """`pages` of a KV cache, without the spare one of graphs; of a decode step at most `max_rows`, with at most `width`
-    pages each."""
+    """`pages` of a KV cache, without the spare one of graphs; `max_rows` and `width` are the most sequences of a decode
+    step, and the most pages of a sequence."""
 
     pages: int
     max_rows: int
@@ -152,7 +152,7 @@ class DecodeGraphs:
 
 
 def _addresses(decoder: Decoder) -> list[int]:
-    """Of the parameters: a graph reads what lies there when it is replayed."""
+    """Addresses of the parameters: a replayed graph reads the values that lie there."""
     return [parameter.data_ptr() for parameter in decoder.parameters()]
 
 

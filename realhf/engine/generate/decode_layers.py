@@ -39,7 +39,8 @@ class DecodeLayers:
 
 
 def decode_layers(decoder: Decoder) -> DecodeLayers | None:
-    """Of a decoder whose weights are packed; None where no layer has a kernel. It serves until they are unpacked."""
+    """The fused decode step of the layers, for a decoder with packed weights; None where no layer has a kernel. It is
+    valid until they are unpacked."""
     kernels = {}
     for layer in decoder.model.layers.values():
         assert isinstance(layer, DecoderLayer)

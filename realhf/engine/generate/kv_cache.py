@@ -44,7 +44,7 @@ class KVCache:
         self.values = dict(zip(layers, self._values.unbind(), strict=True))
 
     def clear(self) -> None:
-        """Makes what is left in the pages harmless to the next sequences."""
+        """Makes old values in the pages harmless to the next sequences."""
         if self.kernels.reads_behind:
             self._keys.zero_()
             self._values.zero_()

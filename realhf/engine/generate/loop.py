@@ -1,5 +1,6 @@
 """Rollouts of a batch: continuous batching over a paged KV cache, on the tensor- and pipeline-parallel ranks."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -14,7 +15,7 @@ from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import CacheSizes, DecodeWorkspace, capture_of
 from realhf.engine.generate.decode_layers import decode_layers
 from realhf.engine.generate.paged_attention import paged_kernels
-from realhf.engine.generate.ring import Ring
+from realhf.engine.generate.ring import BatchMessages
 from realhf.engine.generate.running_batch import RunningBatch
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.models.decoder import Decoder, SelfAttention
@@ -24,7 +25,7 @@ from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 @dataclass(frozen=True)
 class GenerationReport:
-    """What happened in a call on this rank: steps through the model, preemptions, bytes of the KV cache."""
+    """Counts of a call on this rank: steps through the model, preemptions, bytes of the KV cache."""
 
     steps: int
     preemptions: int
@@ -45,12 +46,12 @@ def generate(
     Args:
         decoder: this rank's part of a model with a language-model head.
         batch: the samples of this data-parallel group.
-        request: what to generate.
+        request: lengths, sampling and the end of responses.
         workspace: of the calls before, for this decoder; else the pages of the KV cache are freed at the end.
 
     Returns:
         the rollouts in the order of the batch on the rank with `groups.holds_outputs`, an empty output on the others;
-        and what happened on this rank.
+        and the counts of this rank.
 
     Raises:
         ValueError: a prompt is empty, a forced response or a limit is not from 1 to `max_new_tokens`, or a sample has a
@@ -61,12 +62,12 @@ def generate(
     """
     check_request(decoder, batch, request)
     groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
-    weight = next(decoder.parameters())  # for its dtype and device
     runs = _even_runs(len(batch), pp)
     workspace = workspace or DecodeWorkspace(capture_of(decoder, request.decode_graphs))
     with torch.inference_mode(), packed_weights(decoder):
         batches = [_running_batch(decoder, batch, request, workspace, runs, place) for place in range(len(runs))]
-        Ring(groups, batches, weight.new_empty(0, decoder.config.hidden_size), workspace.timeout_s).run()
+        hidden_like = next(decoder.parameters()).new_empty(0, decoder.config.hidden_size)
+        run_in_turns(batches, [BatchMessages(groups, hidden_like, workspace.timeout_s) for _ in batches])
     report = GenerationReport(
         steps=sum(each.steps for each in batches),
         preemptions=sum(each.scheduler.preemptions for each in batches),
@@ -74,10 +75,43 @@ def generate(
     )
     if not groups.holds_outputs:
         return GenerationOutput(), report
-    # Outside of inference mode, so that training may differentiate through what it computes from these.
+    # Outside of inference mode, so that training may differentiate through results from these.
     prompts = batch.data[request.prompt_key]
     outputs = [each.output(prompts[run.start : run.stop]) for each, run in zip(batches, runs, strict=True)]
     return concatenated(outputs), report
+
+
+def run_in_turns(batches: Sequence[RunningBatch], messages: Sequence[BatchMessages]) -> None:
+    """Takes the batches to their ends, all of them in flight at once: one a stage keeps all stages busy.
+
+    Every stage takes the batches in one order.
+    """
+    turns = deque(_steps(batch, each) for batch, each in zip(batches, messages, strict=True))
+    while turns:
+        steps = turns.popleft()
+        if next(steps, "ended") is None:
+            turns.append(steps)
+    for each in messages:
+        each.await_sent()
+
+
+def _steps(batch: RunningBatch, messages: BatchMessages) -> Iterator[None]:
+    """The loop of generation: takes a batch to its end, and yields where it is the other batches' turn."""
+    while not batch.is_done:
+        step = batch.admit()
+        messages.expect_hidden(batch.steps, step.rows)
+        if not batch.steps or messages.is_last_stage:
+            yield  # until all are admitted, or have reached the last stage
+        out = batch.forward(messages.hidden())
+        if messages.is_last_stage:
+            tokens = batch.draw(out)
+            messages.send_tokens(tokens)
+        else:
+            messages.send_hidden(out)
+            yield  # until the batch has gone through the later stages
+            tokens = messages.receive_tokens(len(step.drawing))
+        is_end = batch.accept(tokens)
+        batch.release(is_end)
 
 
 def concatenated(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
@@ -126,7 +160,7 @@ def _running_batch(
 
 
 def check_request(decoder: Decoder, batch: Batch, request: GenerationRequest) -> None:
-    """Raises what `generate` says of a batch and a request that do not fit the model."""
+    """Raises the errors of `generate` for a batch and a request that do not fit the model."""
     prompts, options, forced, limits = batch.data[request.prompt_key], request.options, request.forced, request.limits
     assert decoder.config.head == "lm", "generation needs a language-model head"
     if len(decoder.chunks) > 1:
@@ -170,8 +204,11 @@ def _needed_pages(choice: TokenChoice, page: int, max_running: int) -> int:
     needs = [pages_for(length, page) for length in choice.longest().tolist()]
     if max_running < len(needs):
         return sum(sorted(needs, reverse=True)[:max_running])
-    shared, firsts = [length // page for length in choice.prompt_lengths.tolist()], choice.first_with_prompt()
-    return sum(need - (shared[i] if firsts[i] != i else 0) for i, need in enumerate(needs))
+    shared = [length // page for length in choice.prompt_lengths.tolist()]
+    return sum(
+        need - (shared[i] if first != i else 0)
+        for i, (need, first) in enumerate(zip(needs, choice.first_with_prompt(), strict=True))
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _USUAL_HEAD_DIM = 128
 class DecodeRows:
     """The sequences that get one more token.
 
-    `table` [rows, pages] int32 lists the pages of each in order (what lies behind its last page is not looked at) and
+    `table` [rows, pages] int32 lists the pages of each in order (entries behind the last page are not read) and
     `lengths` [rows] the tokens in the cache, without the new one, in the kernels' `lengths_dtype`.
     """
 
@@ -29,11 +29,12 @@ class DecodeRows:
 
 
 class PagedKernels(Protocol):
-    """How keys and values lie in pages, and what works on them there. `keys` and `values` are one layer's pages.
+    """The layout of keys and values in pages, and the kernels that work on them. `keys` and `values` are one layer's
+    pages.
 
     page: tokens in a page.
     lengths_dtype: of `DecodeRows.lengths`.
-    reads_behind: what lies in a page behind its sequence's end is read, and must be finite.
+    reads_behind: numbers in a page behind its sequence's end are read, and must be finite.
     gathers: the work grows with the width of the table, not with the lengths of the sequences.
     """
 
@@ -65,7 +66,7 @@ class PagedKernels(Protocol):
 
 
 def paged_kernel(machine: Machine, dtype: torch.dtype, head_dim: int, *, has_cpp: bool) -> PagedKernel:
-    """What attends over pages on such a machine."""
+    """The kernel that attends over pages on such a machine."""
     if machine.device == "cpu" and has_cpp and dtype in (torch.float32, torch.float64, torch.bfloat16):
         return "C++"
     if machine.flash_attn is not None and machine.runs_flash(dtype, head_dim):
@@ -98,7 +99,7 @@ def describe_attention(device: str) -> list[str]:
 class CppKernels:
     """Attention where the pages lie, each sequence at its own length; one thread.
 
-    What a decode step reads of a head in a page lies together, in the order in which it is multiplied.
+    The keys, and the values, of one head in a page lie together, in the order in which a decode step reads them.
     """
 
     page, lengths_dtype, reads_behind, gathers = PAGE_TOKENS, torch.int64, False, False
@@ -230,7 +231,7 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 
 def _check(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
-    """What the kernels take on trust."""
+    """Checks shapes and layouts, which the kernels do not check."""
     _, kv_heads, head_dim, page = keys.shape
     assert page == PAGE_TOKENS == _kernels.PAGE
     assert values.shape == (len(keys), kv_heads, PAGE_TOKENS, head_dim)

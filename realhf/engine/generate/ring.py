@@ -1,6 +1,5 @@
-"""Batches that are generated in a ring over the pipeline stages: hidden states go down, tokens come back."""
+"""The messages of generation between pipeline stages: hidden states go down, tokens come back."""
 
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,14 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.base.errors import RunError
-from realhf.engine.generate.running_batch import RunningBatch
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.waiting import Waits
 
 
 @dataclass(frozen=True)
 class _Message:
-    """A tensor on its way; `what` says for an error what was waited for and on whom."""
+    """A tensor on its way; `what` names the message and the peer, for errors."""
 
     tensor: Tensor
     work: dist.Work
@@ -53,85 +51,53 @@ class _Links:
         return _Message(tensor, work, what, self.timeout_s, self.groups.waits)
 
 
-class _InFlight:
-    """A batch and the messages about it: under way, and awaited from the previous and the last stage."""
+class BatchMessages:
+    """The messages of this stage about one batch: hidden states go down the stages, tokens come back.
 
-    def __init__(self, batch: RunningBatch):
-        self.batch = batch
-        self.sent: list[_Message] = []
-        self.incoming: _Message | None = None
-        self.awaits_tokens = False
+    Sends do not wait. The two ends of a pair of ranks post their messages in one order.
 
-    def await_sent(self) -> None:
-        for message in self.sent:
-            message.wait()
-        self.sent.clear()
-
-
-class Ring:
-    """Takes batches to their ends, all of them in flight at once: one a stage keeps all stages busy.
-
-    Every stage takes the batches in one order, sends without waiting, and the two ends of a pair of
-    ranks post their messages in one order.
+    Args:
+        hidden_like: [0, hidden], of the dtype and device of hidden states.
     """
 
-    def __init__(self, groups: ParallelGroups, batches: list[RunningBatch], hidden_like: Tensor, timeout_s: float):
-        """`hidden_like` [0, hidden] has the dtype and device of hidden states."""
-        self.groups, self.hidden_like = groups, hidden_like
-        self.links = _Links(groups, timeout_s)
-        self.all = [_InFlight(batch) for batch in batches]
-        self.last = groups.layout.strategy.pp - 1
+    def __init__(self, groups: ParallelGroups, hidden_like: Tensor, timeout_s: float):
+        self.is_last_stage = groups.is_last_stage
+        self._groups, self._hidden_like = groups, hidden_like
+        self._links = _Links(groups, timeout_s)
+        self._last = groups.layout.strategy.pp - 1
+        self._sent: list[_Message] = []
+        self._incoming: _Message | None = None
 
-    def run(self) -> None:
-        in_flight = deque(self.all)
-        for entry in self.all:
-            self._plan(entry)
-        while in_flight:
-            entry = in_flight.popleft()
-            if entry.awaits_tokens and not self._accept(entry, self._receive_tokens(entry)):
-                continue
-            out = entry.batch.compute(None if entry.incoming is None else entry.incoming.wait())
-            if not self.groups.is_last_stage:
-                self._send_hidden(entry, out)
-            elif not self._accept(entry, self._choose(entry, out)):
-                continue
-            in_flight.append(entry)
-        for entry in self.all:
-            entry.await_sent()
+    def expect_hidden(self, step: int, rows: int) -> None:
+        """Posts the receive of a step's hidden states [rows, hidden], except on the first stage."""
+        self._step = step
+        if not self._groups.is_first_stage:
+            hidden = self._hidden_like.new_empty(rows, self._hidden_like.shape[1])
+            self._incoming = self._links.receive(hidden, self._groups.stage - 1, self._name("hidden states"))
 
-    def _accept(self, entry: _InFlight, tokens: Tensor) -> bool:
-        """Gives the batch its tokens; False if that was its last step."""
-        entry.batch.accept(tokens)
-        if entry.batch.is_done:
-            return False
-        self._plan(entry)
-        return True
+    def hidden(self) -> Tensor | None:
+        """The hidden states of the previous stage; None on the first."""
+        return None if self._incoming is None else self._incoming.wait()
 
-    def _plan(self, entry: _InFlight) -> None:
-        """Plans the next step, and posts the receive of its hidden states now that their shape is known."""
-        step = entry.batch.plan()
-        if not self.groups.is_first_stage:
-            hidden = self.hidden_like.new_empty(step.rows, self.hidden_like.shape[1])
-            what = f"the hidden states of decode step {entry.batch.steps}"
-            entry.incoming = self.links.receive(hidden, self.groups.stage - 1, what)
+    def send_hidden(self, hidden: Tensor) -> None:
+        self._sent.append(self._links.send(hidden, self._groups.stage + 1, self._name("hidden states")))
 
-    def _send_hidden(self, entry: _InFlight, hidden: Tensor) -> None:
-        what = f"the hidden states of decode step {entry.batch.steps}"
-        entry.sent.append(self.links.send(hidden, self.groups.stage + 1, what))
-        entry.awaits_tokens = True
+    def send_tokens(self, tokens: Tensor) -> None:
+        """Sends the step's tokens from the last stage to all others."""
+        self.await_sent()  # the last step's tokens: they have arrived, else there were no logits
+        self._sent = [self._links.send(tokens, stage, self._name("tokens")) for stage in range(self._last)]
 
-    def _choose(self, entry: _InFlight, logits: Tensor) -> Tensor:
-        entry.await_sent()  # the last step's tokens: they have arrived, else there were no logits
-        tokens = entry.batch.choose(logits)
-        what = f"the tokens of decode step {entry.batch.steps}"
-        entry.sent += [self.links.send(tokens, stage, what) for stage in range(self.last)]
+    def receive_tokens(self, count: int) -> Tensor:
+        """The step's tokens [count] from the last stage."""
+        empty = torch.empty(count, dtype=torch.int64, device=self._hidden_like.device)
+        tokens = self._links.receive(empty, self._last, self._name("tokens")).wait()
+        self.await_sent()  # the hidden states: they have arrived, else there were no tokens
         return tokens
 
-    def _receive_tokens(self, entry: _InFlight) -> Tensor:
-        what = f"the tokens of decode step {entry.batch.steps}"
-        count = len(entry.batch.step.drawing)
-        empty = torch.empty(count, dtype=torch.int64, device=self.hidden_like.device)
-        tokens = self.links.receive(empty, self.last, what).wait()
-        entry.await_sent()  # the hidden states: they have arrived, else there were no tokens
-        entry.awaits_tokens = False
-        return tokens
+    def await_sent(self) -> None:
+        for message in self._sent:
+            message.wait()
+        self._sent.clear()
+
+    def _name(self, what: str) -> str:
+        return f"the {what} of decode step {self._step}"

@@ -1,4 +1,4 @@
-"""Sequences that are generated together: carries out on this stage what their scheduler decides."""
+"""Sequences that are generated together: carries out the decisions of their scheduler on this stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from realhf.parallel.vocabulary import Logits
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a stage computes on: `tokens` [rows] int64 (first stage), their `positions` [rows], and of which rows the
-    last stage computes logits (None: of all)."""
+    """The inputs of a stage: `tokens` [rows] int64 (first stage), their `positions` [rows], and the rows whose logits
+    the last stage computes (None: all)."""
 
     tokens: Tensor | None
     positions: Tensor
@@ -30,7 +30,7 @@ class StepInputs:
 
 
 class RunningBatch:
-    """Takes its sequences to their ends, step by step: `plan`, `compute`, on the last stage `choose`, `accept`.
+    """The steps of its sequences on this stage: `admit`, `forward`, `draw` (last stage), `accept`, `release`.
 
     All stages see all tokens, hence decide the same.
     """
@@ -58,8 +58,8 @@ class RunningBatch:
     def is_done(self) -> bool:
         return self.scheduler.is_done
 
-    def plan(self) -> Step:
-        """Decides on the next step and keeps it: afterwards the shapes of its tensors are known."""
+    def admit(self) -> Step:
+        """Decides which sequences compute in the next step, and gives them their pages; keeps the step."""
         self.step = step = self.scheduler.plan()
         for sequence in (*step.grown, *(member for prefill in step.prefills for member in prefill.members)):
             self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
@@ -89,7 +89,7 @@ class RunningBatch:
             head_rows=self._head_rows() if self.decoder.groups.is_last_stage else None,
         )
 
-    def compute(self, hidden: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor | None) -> Tensor:
         """This stage on the step's tokens, or on the previous stage's `hidden` [rows, hidden].
 
         Returns hidden states, or on the last stage logits [drawing, vocab], complete on every tensor-parallel rank.
@@ -103,7 +103,7 @@ class RunningBatch:
         self.cache.copy_pages(self.step.copies)
         return out.full() if isinstance(out, Logits) else out
 
-    def choose(self, logits: Tensor) -> Tensor:
+    def draw(self, logits: Tensor) -> Tensor:
         """Draws a token for every drawing sequence and records it: [drawing] int64."""
         drawn = self.choice.draw(logits, self._sequences, self._lengths)
         if self.decoder.groups.holds_outputs:
@@ -111,9 +111,12 @@ class RunningBatch:
             self._drawn.add(self._sequences, drawn, kept)
         return drawn.tokens
 
-    def accept(self, tokens: Tensor) -> None:
-        """Takes the step's tokens [drawing]; sequences that end leave."""
-        is_end = self.choice.accept(tokens.cpu().numpy(), self._sequences, self._lengths)
+    def accept(self, tokens: Tensor) -> np.ndarray:
+        """Appends the step's tokens [drawing] to their sequences; [drawing] bool: the sequence ends with it."""
+        return self.choice.accept(tokens.cpu().numpy(), self._sequences, self._lengths)
+
+    def release(self, is_end: np.ndarray) -> None:
+        """Ends the step: sequences that have ended give their places and pages back."""
         self.scheduler.advance(is_end.tolist())
         self.steps += 1
 

@@ -35,8 +35,8 @@ def uniform(seed: int, step: int, sample_ids: Tensor, positions: Tensor) -> Tens
     """One number in [0, 1) for every (seed, step, sample, position), whatever else is asked for with it.
 
     Args:
-        seed: of the run, 0 <= seed < 2**64.
-        step: of the run, 0 <= step < 2**32.
+        seed: the run's, 0 <= seed < 2**64.
+        step: the run's, 0 <= step < 2**32.
         sample_ids: int64, each in [0, 2**32).
         positions: int64, each in [0, 2**32); broadcasts against `sample_ids`.
 
@@ -75,9 +75,9 @@ class Draw:
 class Truncation:
     """Which tokens are left out of a distribution before the draw.
 
-    First `forbidden` [n] int64, one token of each row (-1: none); then all but the `top_k` most likely ones (0: all are
-    kept; equals of the last one are kept too); then all but the fewest most likely ones whose probabilities, of what is
-    still there, sum to `top_p`.
+    First `forbidden` [n] int64, one token of each row (-1: none). Then all but the `top_k` most likely tokens (0: all
+    are kept; ties with the last one are kept too). Then all but the smallest set of most likely tokens whose
+    renormalised probabilities sum to `top_p`.
     """
 
     top_k: int = 0
@@ -85,7 +85,8 @@ class Truncation:
     forbidden: Tensor | None = None
 
     def __call__(self, logprobs: Tensor) -> Tensor:
-        """What is left of log-probabilities [n, vocab], renormalised; the same tensor if nothing is left out."""
+        """Log-probabilities [n, vocab] without the tokens left out, renormalised; the same tensor if none is left
+        out."""
         if self.forbidden is not None:
             logprobs = self.without_forbidden(logprobs)
         if 0 < self.top_k < logprobs.shape[-1]:
@@ -143,7 +144,7 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation
     point = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     # The first token whose upper border is above the point; its probability cannot be 0.
     tokens = torch.searchsorted(borders, point, right=True)  # [n, 1]
-    tokens = tokens.clamp_max(logits.shape[-1] - 1)  # of a row of NaN it is the vocabulary's size
+    tokens = tokens.clamp_max(logits.shape[-1] - 1)  # a row of NaN gives the size of the vocabulary
     upper = borders.gather(-1, tokens)
     lower = torch.where(tokens > 0, borders.gather(-1, (tokens - 1).clamp_min(0)), 0.0)
     # 0 and the total border no other token, so that no rounding moves a draw across them.

@@ -12,11 +12,11 @@ SMALLEST_BLOCK_BYTES = MIB
 
 
 def pinned_blocks(size_bytes: int) -> list[int]:
-    """The sizes, in bytes, of blocks of pinned memory that together have `size_bytes`: the largest as often as it
-    fits, powers of two down to the smallest, and what is left.
+    """The sizes, in bytes, of blocks of pinned memory that together have `size_bytes`: the largest as often as it fits,
+    then powers of two down to the smallest, then the rest.
 
-    torch rounds every block of pinned memory up to a power of two (pytorch issue 150517), and a single one could take
-    twice what was asked for. Of these only the last is rounded up, by less than half of `SMALLEST_BLOCK_BYTES`.
+    torch rounds every block of pinned memory up to a power of two (pytorch issue 150517), and a single block could take
+    twice its size. Only the last of these blocks is rounded up, by less than half of `SMALLEST_BLOCK_BYTES`.
     """
     sizes = []
     while size_bytes > SMALLEST_BLOCK_BYTES:
@@ -25,18 +25,23 @@ def pinned_blocks(size_bytes: int) -> list[int]:
     return [*sizes, size_bytes] if size_bytes else sizes
 
 
+def storage_id(tensor: Tensor) -> int:
+    """The same number for all views of one vector, and no other vector's while it lives, with memory or without."""
+    return tensor.untyped_storage()._cdata
+
+
 class HostCopy:
     """The place in host memory of vectors, each with a storage of its own, all on one device.
 
-    On a GPU the values go to and from pinned memory on a stream of their own, and nobody waits: the device memory is
-    free for others when its copy has been made, and what is computed after `load` is queued behind the copy back. On
-    the CPU, which has one memory only, another buffer stands for the host's: the same steps, made at once.
-    Views of the vectors stay valid, and must not be read in between. Nothing takes host memory before it is needed.
+    On a GPU the values travel to and from pinned memory on their own stream, and the host does not wait: the device
+    memory is free when its copy has been made, and computation after `load` is queued behind the copy back. The CPU has
+    one memory only, so another buffer stands for the host's, and the same steps run at once. Views of the vectors stay
+    valid, and must not be read in between. Host memory is taken when it is first needed.
 
-    cut: the sizes of the blocks of host memory for a vector of so many bytes, whole elements each; by default
+    cut: from the bytes of a vector to the sizes of its blocks of host memory, whole elements each; by default
         `pinned_blocks` on a GPU, else one block.
     is_offloaded: whether the values are on the host, and there alone.
-    has_changed: to be set when the vectors were written; what has not changed since `load` is not copied again.
+    has_changed: set it when the vectors were written; vectors unchanged since `load` are not copied again.
     """
 
     def __init__(self, vectors: Sequence[Tensor], cut: Callable[[int], list[int]] | None = None):
@@ -87,7 +92,7 @@ class HostCopy:
         self._stream = torch.cuda.Stream(self._vectors[0].device) if self._is_cuda else None
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        """Within it copies are queued behind what the device was asked for so far."""
+        """Inside it copies are queued behind the work that the device already has."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._vectors[0].device))

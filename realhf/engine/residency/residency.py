@@ -6,9 +6,8 @@ from enum import Enum
 
 from torch import Tensor
 
-from realhf.engine.residency.offload import HostCopy, allocate, free
+from realhf.engine.residency.offload import HostCopy, allocate, free, storage_id
 from realhf.engine.residency.versions import ParameterVersions
-from realhf.engine.tensor_bytes import storage_id
 from realhf.geometry.boxes import Box
 from realhf.realloc.execute.held import by_name, holds, part
 
@@ -133,7 +132,8 @@ class Residency:
             free(vector)
 
     def allocate(self) -> None:
-        """Memory for freed parameters, to be written by `held` before any use. What is here already stays."""
+        """Takes memory for freed parameters, which must be written through `held` before any use. Parameters that have
+        memory keep it."""
         if self._where is Where.FREED:
             for vector in self._vectors:
                 allocate(vector)
@@ -177,8 +177,8 @@ class Residency:
                 free(self._gradient)
 
     def load(self, *, states: bool = True) -> None:
-        """Brings back what `offload` moved; without `states` the parameters alone, and the model cannot train. What
-        is here already stays."""
+        """Brings offloaded tensors back; without `states` the parameters alone, and the model cannot train. Tensors on
+        the device stay there."""
         if self._where is Where.OFFLOADED:
             self._waiting_parameters.load()
             self._where = Where.HERE

@@ -1,4 +1,4 @@
-"""Several versions of a model's parameters, one of which computes: for rollouts by weights of some steps ago."""
+"""Several versions of a model's parameters, for rollouts with the weights of some steps ago. One version computes."""
 
 from collections.abc import Sequence
 

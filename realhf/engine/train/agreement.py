@@ -1,8 +1,8 @@
-"""What the ranks of a data-parallel group do together next, agreed before they do it.
+"""Agreement of the ranks of a data-parallel group on their next collectives, before they start them.
 
 Which units a pass uses, and in which order, depends on data: an operator may be skipped, a loss may have no term. Ranks
-that each went by their own order would mix the shards of one unit with those of another. So every rank says what it is
-about to do, all do everything that any of them said, and a rank whose pass has ended takes part until all have ended.
+that each went by their own order would mix the shards of one unit with those of another. So every rank announces its
+next operations, all ranks do all announced operations, and a rank whose pass has ended takes part until all have ended.
 """
 
 import zlib
@@ -45,16 +45,16 @@ class Point(IntEnum):
                 return f"in {self.name.lower()}()"
 
 
-# Gives what every rank says, by rank, for what this rank says.
+# Sends the numbers of this rank, and returns those of every rank, by rank.
 Exchange = Callable[[list[int]], list[list[int]]]
 # Takes part in an operation; the flag says whether this rank asked for it.
 TakePart = Callable[[Operation, bool], None]
 AT_ONCE = 3  # operations in a message: in a backward pass a reduction, a gather, and the gather that follows
 
 
-class _Said(NamedTuple):
-    """What a rank says: how many operations there were and which was the last, the point where it is (0: at none), and
-    the operations that it asks for (0: no more)."""
+class _Position(NamedTuple):
+    """The message of a rank: the number of operations so far and the last of them, its present point (0: none), and the
+    operations that it asks for (0: no more)."""
 
     number: int
     last: int
@@ -83,7 +83,7 @@ class Agreement:
         """
         for start in range(0, len(operations), AT_ONCE):
             own = operations[start : start + AT_ONCE]
-            self._together(self._said_by_all(0, own), own)
+            self._together(self._positions(0, own), own)
 
     def meet(self, point: Point) -> None:
         """Returns when no rank needs this one before its next pass or call: see `Point`.
@@ -92,9 +92,9 @@ class Agreement:
             RuntimeError: ranks are in different calls, or took part in different operations before.
         """
         while True:
-            said = self._said_by_all(point, ())
-            self._together(said, ())
-            points = [of_rank.point for of_rank in said]
+            positions = self._positions(point, ())
+            self._together(positions, ())
+            points = [of_rank.point for of_rank in positions]
             if len({at for at in points if at > Point.BACKWARD}) > 1:
                 raise RuntimeError(
                     f"{', '.join(f'rank {rank} is {Point(at)}' for rank, at in enumerate(points) if at)}: all ranks of "
@@ -103,33 +103,34 @@ class Agreement:
             if all(points) and (point == Point.BACKWARD or Point.BACKWARD not in points):
                 return
 
-    def _together(self, said: Sequence[_Said], own: Sequence[Operation]) -> None:
+    def _together(self, positions: Sequence[_Position], own: Sequence[Operation]) -> None:
         """Takes part in all that any rank asked for, those of the first rank first."""
-        for code in dict.fromkeys(code for of_rank in said for code in of_rank.wanted if code):
+        for code in dict.fromkeys(code for of_rank in positions for code in of_rank.wanted if code):
             operation = self._operation(code)
             self._count, self._last = self._count + 1, code
             self._take_part(operation, operation in own)
 
-    def _said_by_all(self, point: int, operations: Sequence[Operation]) -> list[_Said]:
+    def _positions(self, point: int, operations: Sequence[Operation]) -> list[_Position]:
         codes = [1 + len(_KINDS) * unit + _KINDS.index(kind) for kind, unit in operations]
         numbers = [self._count, self._last, point, *codes, *[0] * (AT_ONCE - len(codes))]
-        said = [_Said(of_rank[0], of_rank[1], of_rank[2], of_rank[3:]) for of_rank in self._exchange(numbers)]
-        for rank, of_rank in enumerate(said):
-            if of_rank[:2] != said[0][:2]:
+        positions = [_Position(of_rank[0], of_rank[1], of_rank[2], of_rank[3:]) for of_rank in self._exchange(numbers)]
+        for rank, of_rank in enumerate(positions):
+            if of_rank[:2] != positions[0][:2]:
                 raise RuntimeError(
                     "the ranks of a data-parallel group took part in different collectives: rank 0 in "
-                    f"{self._named(said[0])}, rank {rank} in {self._named(of_rank)}. What they received is of no use. "
-                    "Give all ranks the same model with the same modes; if they have it, this is a fault of realhf"
+                    f"{self._named(positions[0])}, rank {rank} in {self._named(of_rank)}. The data that they received "
+                    "is wrong. Give all ranks the same model with the same modes; if they have it, realhf has a bug"
                 )
-        return said
+        return positions
 
     def _operation(self, code: int) -> Operation:
         unit, kind = divmod(code - 1, len(_KINDS))
         return Operation(_KINDS[kind], unit)
 
-    def _named(self, said: _Said) -> str:
-        if said.last <= 0:
-            return f"none, with the units {-said.last:08x}"
-        kind, unit = self._operation(said.last)
+    def _named(self, position: _Position) -> str:
+        if position.last <= 0:
+            return f"none, with the units {-position.last:08x}"
+        kind, unit = self._operation(position.last)
         name = repr(self._units[unit]) if unit < len(self._units) else "that this rank has not"
-        return f"number {said.number}, {'an all-gather' if kind == 'gather' else 'a reduction'} of unit {unit}, {name}"
+        what = "an all-gather" if kind == "gather" else "a reduction"
+        return f"number {position.number}, {what} of unit {unit}, {name}"

@@ -26,13 +26,13 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "model.norm"
 
 
 class Parameters(Protocol):
-    """What engine and trainer know of a rank's parameters.
+    """The interface of a rank's parameters for engine and trainer.
 
     data_parallel: how `realhf.geometry.shards` divides them.
     decoder: computes with them, within `computing` or `whole`.
     flat: all that this rank keeps, a vector.
     updated: the parts of it that this rank updates, one after the other the boxes of `shard_boxes`.
-    gradient: what backward passes add up to, a vector like `flat`, after `attach_gradients`; arbitrary between steps.
+    gradient: the sums of backward passes, a vector like `flat`, after `attach_gradients`; arbitrary between steps.
     """
 
     data_parallel: DataParallel
@@ -47,14 +47,14 @@ class Parameters(Protocol):
         """Which parts of global parameters this rank keeps, with local tensors to be read or written in place."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """Within it all parameters of the decoder are in memory."""
+        """Inside it all parameters of the decoder are in memory."""
 
     def computing(self) -> AbstractContextManager[EndPass]:
-        """Within it the decoder's forward, and backward passes of it, find the parameters that they need. What it gives
-        is to be called at the end of each pass of a micro-batch, on all ranks."""
+        """Inside it the decoder's forward passes, and their backward passes, find the parameters that they need. Call
+        the function that it yields at the end of each pass of a micro-batch, on all ranks."""
 
     def attach_gradients(self, dtype: torch.dtype) -> None:
-        """From now on backward passes add gradients of `dtype` to what `reduce_gradients` completes."""
+        """From now on backward passes add up gradients of `dtype`, which `reduce_gradients` completes."""
 
     def zero_gradients(self) -> None:
         """Before the first micro-batch."""
@@ -64,7 +64,7 @@ class Parameters(Protocol):
         changed in place."""
 
     def publish(self) -> None:
-        """Takes note that what is `updated` was."""
+        """Gathers the `updated` parts after an update, so that every rank has the new parameters."""
 
 
 class NativeParameters:
@@ -128,7 +128,7 @@ class NativeParameters:
         self.vectors.publish()
 
     def _gradients(self, names: Collection[str]) -> list[Tensor]:
-        """What this rank has of the gradients of some parameters."""
+        """This rank's parts of the gradients of some parameters."""
         return [_view(self.gradient, box, at) for box, at in self._held if box.name in names]
 
     def _connect(self, gathering: Gathering) -> None:
@@ -150,12 +150,12 @@ class NativeParameters:
 
 
 def place_of(at: int, updated: Sequence[slice]) -> int:
-    """Where the element `at` of what is updated lies in all that is kept."""
+    """The place, in all that the rank keeps, of element `at` of the updated parts."""
     for part in updated:
         if at < part.stop - part.start:
             return part.start + at
         at -= part.stop - part.start
-    raise AssertionError("a box lies in what is updated")
+    raise AssertionError("every box lies in an updated part")
 
 
 def _view(vector: Tensor, box: Box, at: int) -> Tensor:

@@ -21,14 +21,14 @@ from realhf.parallel.groups import GroupReference
 class DividedParameters:
     """The vectors of one rank of a data-parallel group; it knows units and modules, nothing of decoders.
 
-    Parameters and gradients are vectors of the same order: what is replicated, what is not gathered, the shards.
+    Parameters and gradients are vectors in one order: replicated units, other units that are never gathered, shards.
 
     flat: all that this rank keeps of the parameters.
     kept: by unit, where it lies in `flat`.
     updated: the parts of `flat` that this rank updates.
     gathered: the units that are sharded.
     gathering: when these have memory; None where there are none, and before `connect`.
-    gradient: what backward passes add up to, a vector like `flat`, after `attach_gradients`.
+    gradient: the sums of backward passes, a vector like `flat`, after `attach_gradients`.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class DividedParameters:
         return {name: view for unit in self.kept for name, view in self._views(unit).items()}
 
     def connect(self, parameters: Mapping[str, nn.Parameter], *, prefetch: bool) -> None:
-        """Takes the modules' parameters, made of `views`, by name. Whoever knows the modules connects them with
-        `gathering` then."""
+        """Takes the modules' parameters, made of `views`, by name. The caller then connects the modules with
+        `gathering`."""
         for unit, gathered in self.gathered.items():
             gathered.parameters = {name: parameters[name] for name in unit.flat.shapes}
         if self.gathered:
@@ -100,7 +100,7 @@ class DividedParameters:
             gathered.free()
 
     def attach_gradients(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
-        """From now on backward passes add gradients of `dtype` to what `reduce_gathered` and `reduce_others`
+        """From now on backward passes add up gradients of `dtype`, which `reduce_gathered` and `reduce_others`
         complete."""
         self.gradient = torch.zeros_like(self.flat, dtype=dtype)
         for unit, kept in self.kept.items():
@@ -122,7 +122,7 @@ class DividedParameters:
             self.gathering.forget_gradients()
 
     def reduce_gathered(self) -> None:
-        """After the last micro-batch: completes the gradients of what is sharded."""
+        """After the last micro-batch: completes the gradients of sharded units."""
         if self.gathering is not None:
             self.gathering.reduce()
             self.gathering.meet(Point.STEP)
@@ -136,7 +136,7 @@ class DividedParameters:
                 reduce_scatter(self.gradient[kept], self.group)
 
     def publish(self) -> None:
-        """Takes note that what is `updated` was."""
+        """Gathers the updated parts of ZeRO-1 units, so that every rank has the new parameters."""
         for unit, kept in self.kept.items():
             if unit.mode == "zero1":
                 all_gather(self.flat[kept], self.group)
@@ -147,7 +147,7 @@ class DividedParameters:
         return views_in(self.flat[self.kept[unit]], unit.flat)
 
     def _add_updated(self, part: slice) -> None:
-        """One more part that this rank updates; of parts that touch, one is made."""
+        """Adds a part that this rank updates; adjacent parts become one."""
         if self.updated and self.updated[-1].stop == part.start:
             part = slice(self.updated.pop().start, part.stop)
         self.updated.append(part)

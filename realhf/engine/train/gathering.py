@@ -2,7 +2,7 @@
 use (ZeRO-3: Rajbhandari et al., 2020, section 5.3; the order of gathering after Zhao et al., 2023, sections 3 and 4).
 
 The parameters of a unit are views of a vector that has memory only while the unit is gathered: neither the modules nor
-autograd need know. What a unit is, a layer, an operator or a slice of one, is said elsewhere.
+autograd need know. The caller chooses the units: layers, operators or slices of operators.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from realhf.engine.arena import Arena
-from realhf.engine.tensor_bytes import storage_id
+from realhf.engine.residency.offload import storage_id
 from realhf.engine.train.agreement import Agreement, Operation, Point
 from realhf.geometry.shards import FlatLayout
 from realhf.parallel.collectives import all_gather_integers, reduce_scatter, start_all_gather
@@ -29,18 +29,18 @@ class GatheredUnit:
     """Parameters that are gathered, freed and reduced together."""
 
     def __init__(self, layout: FlatLayout, shard: Tensor):
-        """`shard`: what this rank keeps of the unit, a view."""
+        """`shard`: this rank's part of the unit, a view."""
         self.shard = shard
         self.arena = Arena(layout, shard.dtype, shard.device)
         self.views = self.arena.views()  # made while there is memory, and good for all that comes later
         self.arena.free()
         self.parameters: dict[str, nn.Parameter] = {}
-        self.gradient: Tensor | None = None  # of the shard
+        self.gradient: Tensor | None = None  # the shard's
         self._arriving: list[dist.Work] = []
 
     def start_gather(self, group: dist.ProcessGroup) -> None:
         self.arena.allocate()
-        # Past autograd's version counter: what it saved of the unit is the same again.
+        # Past autograd's version counter: the saved values of the unit are the same again.
         flat = self.arena.flat.data
         flat.chunk(group.size())[group.rank()].copy_(self.shard)
         self._arriving = start_all_gather(flat, group)
@@ -54,7 +54,7 @@ class GatheredUnit:
         self.arena.free()
 
     def reduce_gradients(self, group: dist.ProcessGroup) -> None:
-        """Adds the sum over the group to the shard's gradient, and frees what the parameters have."""
+        """Adds the sum over the group to the shard's gradient, and frees the parameters' own gradients."""
         assert self.gradient is not None
         self.gradient.add_(reduce_scatter(self._whole_gradient(self.gradient), group))
 
@@ -99,7 +99,7 @@ class Gathering:
         self._agreement = Agreement(list(units), self._exchange, self._take_part)
         self._ending: int | None = None  # the backward pass that will wait at its end
         self._history: _History = (None, None, False)
-        self._next: dict[_History, GatheredUnit | None] = {}  # what followed the last time
+        self._next: dict[_History, GatheredUnit | None] = {}  # the unit that followed the last time
         self._in_use: list[GatheredUnit] = []
         self._gathered: dict[GatheredUnit, None] = {}  # the oldest first
         self._by_storage = {storage_id(unit.arena.flat): unit for unit in self._in_order}
@@ -116,8 +116,7 @@ class Gathering:
         (`backward`), when its backward pass does. Gradients of others are reduced before it makes its own."""
 
         def before_backward(_: nn.Module, __: Any, output: Any) -> None:
-            # What is computed again is computed by the operations of the first time, whose saved tensors come from
-            # elsewhere than `_unpack`.
+            # Recomputation runs the same operations again, and its saved tensors do not come through `_unpack`.
             if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.grad_fn.register_prehook(lambda _: use(needed))
 
@@ -152,8 +151,8 @@ class Gathering:
 
     @contextmanager
     def computing(self) -> Iterator[Callable[[], None]]:
-        """Within it forward passes, and backward passes of them, find the parameters that they need. What it gives is
-        to be called at the end of each pass."""
+        """Inside it forward passes, and their backward passes, find the parameters that they need. Call the function
+        that it yields at the end of each pass."""
         try:
             with self.recording():
                 yield self.end_pass
@@ -177,7 +176,7 @@ class Gathering:
                 )
 
     def forget_gradients(self) -> None:
-        """Drops what a backward pass that failed has left."""
+        """Drops the leftovers of a backward pass that failed."""
         for unit in self._in_order:
             for parameter in unit.parameters.values():
                 parameter.grad = None
@@ -206,7 +205,7 @@ class Gathering:
                 output.register_hook(come_to)
 
     def meet(self, point: Point) -> None:
-        """Returns when no rank needs this one before what follows."""
+        """Returns when no rank needs this one before the next operation."""
         with _disable_current_modes():  # as in `_use`
             self._agreement.meet(point)
 
@@ -277,7 +276,7 @@ class Gathering:
         self._gathered[unit] = None
 
     def _lend(self, unit: GatheredUnit) -> None:
-        """Takes part in a gather that this rank does not need; a unit that is there gets what it has."""
+        """Takes part in a gather that this rank does not need; a unit that is already gathered gets the same values."""
         unit.wait()
         unit.start_gather(self._group)
         unit.wait()
@@ -293,7 +292,8 @@ class Gathering:
         self._history, self._in_use = (None, None, False), []
 
     def _pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps for the backward pass: of a parameter, which unit to gather before it is read."""
+        """The form in which autograd keeps a tensor for the backward pass: for a parameter, with the unit to gather
+        before it is read."""
         unit = self._by_storage.get(storage_id(tensor))
         return tensor if unit is None else (unit, tensor.detach())
 

@@ -33,7 +33,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def gradient_dtype(parameters: torch.dtype, config: OptimizerConfig) -> torch.dtype:
-    """What gradients are summed in over micro-batches and ranks, for parameters of a dtype."""
+    """The dtype in which gradients are summed over micro-batches and ranks, for parameters of a dtype."""
     return torch.promote_types(parameters, torch.float32) if config.fp32_gradients else parameters
 
 

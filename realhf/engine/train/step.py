@@ -29,7 +29,7 @@ from realhf.parallel.vocabulary import Logits, WholeLogits
 
 
 def reaching(loss: Tensor, output: Tensor | Logits | WholeLogits) -> Tensor:
-    """The same loss, of which a backward pass always comes to what the model's head put out.
+    """The same loss, made so that its backward pass always reaches the output of the model's head.
 
     The loss of a micro-batch without a term may be a constant. Its backward pass has to be there all the same: stages
     before wait for a gradient, and ranks of `fully_shard` for one another.
@@ -76,8 +76,8 @@ class _Sums:
 
 
 class Trainer:
-    """The training state of one rank's part of a model: the optimizer of what this data-parallel rank updates of the
-    parameters (ZeRO: Rajbhandari et al., 2020, section 5)."""
+    """The training state of one rank's part of a model: the optimizer of the parameters that this data-parallel rank
+    updates (ZeRO: Rajbhandari et al., 2020, section 5)."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class Trainer:
         """The optimizer's vectors as boxes of their parameters, views to be read or written in place: `NAME@exp_avg`,
         `NAME@exp_avg_sq` and, where parameters are below float32, `NAME@master`.
 
-        They cover what this rank updates, so that a parameter may have several boxes here or none; with `only_counted`,
-        the part of it that no other rank has (`counted_range`).
+        They cover the elements that this rank updates, so a parameter may have several boxes here or none; with
+        `only_counted`, the part of it that no other rank has (`counted_range`).
         """
         groups = self.decoder.groups
         boxes = shard_boxes(
@@ -175,7 +175,7 @@ class Trainer:
         return TokenShards(group, tokens) if self.compute.sequence_parallel and group is not None else None
 
     def _norm(self) -> float:
-        """The Euclidean norm of the whole model's gradient, of which this rank counts a part; the same on every rank.
+        """The Euclidean norm of the whole model's gradient; the same on every rank. This rank counts its part.
 
         In float64: a float32 sum depends on the layout in the fifth digit.
         """

@@ -1,4 +1,4 @@
-"""SLURM's commands, run with a deadline and without what the environment would tell them behind our back."""
+"""SLURM's commands, run with a deadline and without variables of the environment that would change their meaning."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ def slurm_command(*command: str, timeout_s: float = TIMEOUT_S) -> subprocess.Com
 
 
 def output_of(ended: subprocess.CompletedProcess[str]) -> str:
-    """What a command has said, in one line."""
+    """The output of a command, in one line."""
     return " ".join((ended.stderr.strip() or ended.stdout.strip()).split())
 
 
 def _environment() -> dict[str, str]:
-    """Without what an enclosing job has set, which would speak for that job, and without defaults for sbatch: these
-    would win over the lines of a batch script, which has those that count (`defaults.py`)."""
+    """Without the variables of an enclosing job, which would mean that job, and without defaults for sbatch, which
+    would override the lines of the batch script; the script has the defaults that count (`defaults.py`)."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
     env["SLURM_BITSTR_LEN"] = "0"  # the tasks of an array are shown in full
     if "SLURM_CONF" in os.environ:

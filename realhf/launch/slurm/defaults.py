@@ -1,4 +1,4 @@
-"""What a job takes from the environment of the command that submits it. The batch script says all of it."""
+"""The variables that a job takes from the environment of its submission. The batch script writes them all down."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from realhf.launch.slurm.script import SlurmOptions
 
-# Defaults that users and centres set for sbatch, as far as a run can have them: its other options are the launcher's.
+# Defaults of sbatch that users and centres may set for a run. Its other options are the launcher's.
 _OF_OPTIONS = {"SBATCH_PARTITION": "partition", "SBATCH_ACCOUNT": "account", "SBATCH_TIMELIMIT": "time_limit"}
 _OF_SBATCH = {
     "SBATCH_QOS": "--qos",
@@ -15,8 +15,8 @@ _OF_SBATCH = {
     "SBATCH_RESERVATION": "--reservation",
     "SBATCH_WCKEY": "--wckey",
 }
-# What the processes of a run need wherever `--export=NONE` is the rule. No variable that may hold a secret: the script
-# is a file.
+# The variables that the processes of a run need where `--export=NONE` is the rule. No variable that may hold a secret:
+# the script is a file.
 _NEEDED = re.compile(
     r"PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX|HOME|USER|LOGNAME|LANG|LC_ALL|XDG_\w+_HOME"
     r"|(REALHF|HF|TORCH|NCCL|GLOO|UCX|CUDA|OMP)_\w+"
@@ -44,5 +44,5 @@ def with_environment(options: SlurmOptions, environment: Mapping[str, str]) -> S
         for name, value in environment.items()
         if _NEEDED.fullmatch(name) and not _NOT_KEPT.fullmatch(name) and not _SECRET_VALUE.search(value)
     }
-    # What the user gives comes last, and counts.
+    # The values that the user gives come last, and count.
     return replace(options, **defaults, sbatch=words + options.sbatch, environment=tuple(sorted(needed.items())))

@@ -31,7 +31,7 @@ _PERHAPS_NEVER = "PartitionConfig"
 _FILES_SETTLE_S = 2.0
 # How long a job whose processes have all ended may take to end by itself.
 _JOB_END_S = 60.0
-# What SLURM may take to kill tasks that ignore SIGTERM: its KillWait (30 s by default), and the kill itself.
+# The time that SLURM may take to kill tasks that ignore SIGTERM: its KillWait (30 s by default), and the kill itself.
 _KILL_S = 300.0
 
 
@@ -111,7 +111,7 @@ class SubmittedJob:
                     f"({said}); job {self.id} may still run: see squeue and scancel"
                 )
             return
-        if state.restarts > self._restarts:  # what its tasks have left until now counts no more
+        if state.restarts > self._restarts:  # exit codes of the earlier start do not count
             self._left, self._first_failure = [process.name for process in self._job.processes], ""
             self._restarts, self._ended_start = state.restarts, self._start
             self._waits_since_s = self._looked_s
@@ -189,7 +189,7 @@ class SubmittedJob:
         return folder if self._start != self._ended_start and folder.is_dir() else None
 
     def _is_last_start(self) -> bool:
-        """Whether tasks that have ended well were the job's last: it may start once more for what it has saved."""
+        """Whether tasks that have ended well were the job's last: it may start once more from its checkpoint."""
         if self._state.is_over:
             return True
         if (self._directory.exits / self._start / MASTER).exists():

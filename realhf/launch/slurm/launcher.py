@@ -1,4 +1,4 @@
-"""A run as one job of a SLURM cluster, on nodes of which SLURM says whether they can be used."""
+"""A run as one job of a SLURM cluster. SLURM says which nodes can be used."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from realhf.launch.slurm.submission import submit_script, write_script
 
 # States of a node that takes jobs, now or when the ones before have ended. Whatever else is shown counts as lost.
 _USABLE = frozenset({"idle", "mixed", "allocated", "completing", "planned", "reserved"})
-# What sinfo writes behind a state: powered down, powering up, ... But "*" is for a node that does not answer.
+# The suffixes of states in sinfo: powered down, powering up, ... But "*" means that the node does not answer.
 _SUFFIXES = "~#!%$@^-+"
 
 
@@ -101,7 +101,7 @@ class SlurmLauncher(Launcher):
         return min(len(frozenset(usable) - avoided) * self._job.workers_per_node, num_workers)
 
     def _options_of(self, job: Job) -> SlurmOptions:
-        """What is asked of SLURM for a job."""
+        """The request to SLURM for a job."""
         nodelist, exclude = without_nodes(self._options.nodelist or job.nodelist, sorted(job.avoided))
         asked = replace(with_environment(self._options, os.environ), nodelist=nodelist, exclude=exclude)
         if asked.cpus_per_worker is None and not asked.cpu_only:

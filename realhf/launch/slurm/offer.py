@@ -1,4 +1,4 @@
-"""What a cluster has to offer, as SLURM tells it with and without accounting; nothing of it is needed to submit."""
+"""The resources of a cluster, as SLURM reports them with and without accounting. Submitting needs none of this."""
 
 import getpass
 import re
@@ -9,7 +9,7 @@ from realhf.base.durations import DAY_S, HOUR_S, MINUTE_S
 from realhf.base.errors import UserError
 from realhf.launch.slurm.commands import slurm_command
 
-_TIMEOUT_S = 3.0  # of each question: a refusal is told within ten seconds
+_TIMEOUT_S = 3.0  # for each question, so that a refusal comes within ten seconds
 _PARTITIONS = "--format=%P|%a|%l|%D|%c|%m|%G|%f"
 
 
@@ -73,7 +73,7 @@ class Offer:
 
 
 def ask() -> Offer:
-    """Asks SLURM. What it does not tell is missing."""
+    """Asks SLURM. Facts that it does not report are missing."""
     accounts, qos = read_accounting(
         _lines("sacctmgr", "-nP", "show", "associations", f"user={getpass.getuser()}", "format=account,qos"),
         _lines("sacctmgr", "-nP", "show", "qos", "format=name,maxwall"),
@@ -84,7 +84,7 @@ def ask() -> Offer:
 def read_accounting(
     associations: Iterable[str], qos: Iterable[str]
 ) -> tuple[tuple[str, ...] | None, dict[str, str] | None]:
-    """The accounts of a user, and the QOS that they allow with their time limits; of what `sacctmgr` prints."""
+    """The accounts of a user, and the QOS that they allow with their time limits, from the output of `sacctmgr`."""
     allowed = [line.strip().split("|") for line in associations if line.count("|") == 1]
     limits = dict(line.strip().split("|") for line in qos if line.count("|") == 1)
     names = {name for _, of_one in allowed for name in of_one.split(",") if name}
@@ -95,7 +95,7 @@ def read_accounting(
 
 
 def read_nodes(lines: Iterable[str]) -> tuple[Nodes, ...]:
-    """Of what `sinfo` prints; lines that are not understood are passed over."""
+    """The nodes in the output of `sinfo`; unknown lines are passed over."""
     found = []
     for line in lines:
         columns = line.strip().split("|")
@@ -128,7 +128,7 @@ def read_gpus(gres: str) -> dict[str, int]:
 
 
 def seconds_of(limit: str) -> float | None:
-    """Of a time limit as sbatch takes it, such as 90 (minutes), 1:30:00 or 2-12; None where it is another text."""
+    """The seconds of a time limit as sbatch takes it, such as 90 (minutes), 1:30:00 or 2-12; None for another text."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Why a job cannot be had: the settings that a cluster does not offer, by name, and what it offers in their place."""
+"""Why a job cannot run: the settings that a cluster does not offer, by name, and its alternatives."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _MB = {"K": 2**-10, "": 1, "M": 1, "G": 2**10, "T": 2**20}
 
 
 def refusal(said: str, options: SlurmOptions, job: Job, offer: Offer) -> str:
-    """For the user, of what SLURM has `said`."""
+    """The text for the user, from SLURM's message `said`."""
     wrong = list(unmet(options, job, offer))
     text = f"SLURM refused the job: {said}"
     if wrong:
@@ -21,10 +21,10 @@ def refusal(said: str, options: SlurmOptions, job: Job, offer: Offer) -> str:
         return f"{text}; check partition, account, nodes and limits (sinfo does not tell what the cluster has)"
     has = "".join(f"\n  {_partition(name, offer.nodes_of(name))}" for name in offer.partitions)
     names = _of_user(offer)
-    return f"{text}; the job asks for {asked(options, job)}. The cluster has{has}{names}"
+    return f"{text}; the job asks for {job_size(options, job)}. The cluster has{has}{names}"
 
 
-def asked(options: SlurmOptions, job: Job) -> str:
+def job_size(options: SlurmOptions, job: Job) -> str:
     """The size of a job in words."""
     cpus = job.workers_per_node * (options.cpus_per_worker or 1) + 1
     gpus = (
@@ -59,7 +59,7 @@ def unmet(options: SlurmOptions, job: Job, offer: Offer) -> Iterator[str]:
 
 
 def unknown_names(options: SlurmOptions, offer: Offer) -> Iterator[str]:
-    """As `unmet`, of what can be judged without a job."""
+    """As `unmet`, for settings that can be checked without a job."""
     for partition in (options.partition or "").split(","):
         if partition and offer.partitions and partition not in offer.partitions:
             yield f"--partition {partition}: the cluster has {', '.join(offer.partitions)}"
@@ -98,7 +98,7 @@ def _too_large(options: SlurmOptions, job: Job, nodes: Sequence[Nodes], has: str
 
 
 def value_of(words: Iterable[str], long: str, short: str) -> str | None:
-    """What the last of sbatch's options of this name says; None without one."""
+    """The value of sbatch's last option of this name; None without one."""
     values = re.findall(rf"(?:^|\s)(?:{long}(?:=|\s+)|{short}\s*)(\S+)", "\n".join(words))
     return values[-1] if values else None
 

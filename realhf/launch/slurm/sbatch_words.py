@@ -2,7 +2,7 @@
 
 from realhf.base.errors import UserError
 
-# What of sbatch's options would make the job another one than the launcher watches, and what to give instead.
+# Options of sbatch with which the job would not be the one that the launcher watches, and their replacements.
 _TAKEN = {
     **dict.fromkeys(("--array", "-a"), "a run is one job; give --seeds or --sweep for several runs as an array"),
     **dict.fromkeys(("--clusters", "-M"), "submit on a login node of that cluster"),

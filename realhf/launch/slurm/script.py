@@ -21,7 +21,7 @@ _DEFAULT_NOTICE_S = 120
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions(Options):
-    """What is asked of SLURM beside the workers; None leaves it to the cluster's defaults.
+    """Options of the request to SLURM besides the workers; None leaves one to the cluster's defaults.
 
     `environment`: variables that the tasks get wherever the cluster passes none on. The job may wait
     `queue_timeout_s` to start (None: for ever). Workers may run on for `end_timeout_s` after the
@@ -173,7 +173,7 @@ def sbatch_text(options: SlurmOptions, job: Job) -> str:
 
 
 def _of_starts(options: SlurmOptions, job: Job) -> dict[str, object]:
-    """What the script needs where SLURM ends the job early, and starts it once more."""
+    """The values that the script needs where SLURM ends the job early, and starts it once more."""
     directory = job.directory
     return {
         "start_variable": START_VARIABLE,
@@ -196,8 +196,8 @@ def _job_args(options: SlurmOptions, job: Job, nodes: int, gpus: list[str], cpus
     args = [
         f"--job-name={job.name}",
         f"--nodes={nodes}",
-        # A task for each CPU, of which steps put together what they need: one more than the workers', so that the
-        # master has a place on the first node.
+        # A task for each CPU, from which each step takes as many as it needs. One more than the workers' gives the
+        # master a place on the first node.
         f"--ntasks-per-node={job.workers_per_node * cpus + 1}",
         "--cpus-per-task=1",
         # Not --gpus-per-node: a step could then not refuse GPUs.
@@ -235,17 +235,17 @@ def _command(spec: ProcessSpec) -> str:
     return shlex.join([*env, *spec.argv])
 
 
-# Every task of a node may use all of the node's GPUs, and shows CUDA the one of its own number. Where SLURM binds them
-# (--gpus-per-task), a cgroup hides the others, and NCCL cannot open the memory of a neighbour's GPU. GPUs that only
-# CUDA_VISIBLE_DEVICES hides stay reachable from CUDA 10.1 on (NCCL, src/transport/p2p.cc, p2pCanConnect).
+# Every task of a node may use all of the node's GPUs, and shows CUDA only the GPU with its own number. Where SLURM
+# binds them (--gpus-per-task), a cgroup hides the others, and NCCL cannot open the memory of a neighbour's GPU. GPUs
+# that only CUDA_VISIBLE_DEVICES hides stay reachable from CUDA 10.1 on (NCCL, src/transport/p2p.cc, p2pCanConnect).
 _OWN_GPU = f"""\
     IFS=, read -ra gpus <<< "${{{VISIBLE}-}}"
     export {VISIBLE}="${{gpus[SLURM_LOCALID]-}}" {DEVICE_VARIABLE}=cuda:$SLURM_LOCALID"""
 _CPU = f"""\
     export {VISIBLE}= {DEVICE_VARIABLE}=cpu:$SLURM_LOCALID"""
 
-# SLURM sends SIGTERM to the steps alone as the notice of a preemption, to the batch script too where the job ends, and
-# to a step of which a task has failed. Only SIGUSR2 tells master and workers to end.
+# SLURM sends SIGTERM to the steps alone as the notice of a preemption, to the batch script too when the job ends, and
+# to a step when one of its tasks has failed. Only SIGUSR2 tells master and workers to end.
 _TASK_NOTICED = """\
 quit() { is_quit=1; kill -USR2 "$process" 2>/dev/null; }
 terminated() { if grep -qsvx 0 "$REALHF_EXITS"/*; then quit; elif [ "$name" = master ]; then notice; fi; }

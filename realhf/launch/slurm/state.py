@@ -1,4 +1,4 @@
-"""What SLURM's controller says of a job."""
+"""The state of a job, from SLURM's controller."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class JobState:
     """`name` is "" where the controller has forgotten the job; it does so some minutes after its end.
 
     `reason`: why it waits. `restarts`: how often SLURM has started it once more. `exit_code` as SLURM writes it, "3:0".
-    `comment`: what the batch script has left (`reasons.py`).
+    `comment`: the message that the batch script has left (`reasons.py`).
     """
 
     name: str
@@ -39,7 +39,7 @@ class JobState:
 
     @property
     def is_ending(self) -> bool:
-        """Whether SLURM is about to kill what is left of this start of the job, or has done so."""
+        """Whether SLURM has killed the remaining processes of this start of the job, or is about to."""
         return self.is_over or self.is_waiting or self.name == "COMPLETING"
 
     @property
@@ -77,7 +77,7 @@ def _is_of_task(job: str, shown: str) -> bool:
 
 
 def job_state(job: str, timeout_s: float = TIMEOUT_S) -> tuple[JobState | None, str]:
-    """The job's state, or None and what SLURM said instead. Raises UserError where there is no SLURM."""
+    """The job's state, or None and SLURM's message. Raises UserError where there is no SLURM."""
     shown = slurm_command("scontrol", "show", "job", "--oneliner", job, timeout_s=timeout_s)
     state = parsed(shown.stdout) if shown.returncode == 0 else None
     if state is not None and not _is_of_task(job, shown.stdout):

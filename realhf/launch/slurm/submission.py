@@ -28,7 +28,7 @@ def submit(options: SlurmOptions, job: Job) -> str:
 
 def write_script(options: SlurmOptions, job: Job) -> str:
     """Leaves the batch script of a job in its run directory, and returns it."""
-    if job.directory.exits.exists():  # of earlier starts; what is left of them cannot write there any more
+    if job.directory.exits.exists():  # from earlier starts, whose leftover processes must not write there
         delete(job.directory.exits)
     job.exits.mkdir(parents=True)
     text = sbatch_text(options, job)
@@ -56,7 +56,7 @@ def submit_script(script: Path, options: SlurmOptions, job: Job) -> str:
 
 
 def job_number(printed: str) -> str | None:
-    """The number of a job in what sbatch has printed; None without one. Of several the last: sbatch ends with it."""
+    """The number of a job in the output of sbatch; None without one. The last one counts: sbatch ends with it."""
     found = [match[1] for line in printed.splitlines() if (match := _NUMBER.fullmatch(line.strip()))]
     return found[-1] if found else None
 

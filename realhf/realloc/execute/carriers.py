@@ -16,8 +16,8 @@ from realhf.cpu.host_group import HostProcessGroup, Parts
 from realhf.geometry.boxes import Box
 from realhf.parallel.waiting import HOST_WAITS, Waits
 
-# A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
-# be packed if it is contiguous in memory; smaller ones go together, up to as many.
+# Bytes from which a part is a message of its own in torch.distributed, which saves packing a contiguous one. Smaller
+# parts are packed together, up to this size.
 MESSAGE_BYTES = 2**19
 # Over NCCL all messages of a round are one call, which takes a few hundred at most, and packing costs little.
 NCCL_MESSAGE_BYTES = 2**24
@@ -25,10 +25,10 @@ NCCL_MESSAGE_BYTES = 2**24
 
 @dataclass(frozen=True)
 class Message:
-    """What this rank sends to or receives from `peer`: `boxes` in their order, each in a view of any strides.
+    """The boxes that this rank sends to `peer` or receives from it, in their order, each in a view of any strides.
 
-    `peers_part` of it is the peer's. What is sent must not change, and what is received not be read, until it is done.
-    `parts`: where the views lie, if that is known without making them.
+    `peers_part` of it is the peer's. Until the exchange is done, sent tensors must not change and received ones must
+    not be read. `parts`: where the views lie, if that is known without making them.
     """
 
     peers_part: Literal["send", "receive"]
@@ -63,8 +63,8 @@ class Carrier(Protocol):
         """
 
     def copy(self, here: Message, there: Message) -> list[Work]:
-        """Within this rank, from the views of one into those of the other, of the same shapes and apart from them. To
-        be waited for like messages: what peers wait for goes first."""
+        """Within this rank, from the views of one into those of the other, of the same shapes and apart from them.
+        Waited for like messages: the parts that peers wait for go first."""
 
 
 class UnpostedError(RuntimeError):
@@ -88,7 +88,7 @@ _NOTHING: "tuple[Sequence[Message], list[_Piece]]" = ((), [])
 
 
 class TorchCarrier:
-    """Messages of torch.distributed. What is small, or not contiguous, is packed into buffers on its device."""
+    """Messages of torch.distributed. Small or non-contiguous parts are packed into buffers on their device."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, waits: Waits = HOST_WAITS):
         """`group`: default the world. With NCCL all its ranks must have made one collective call in it before."""
@@ -110,7 +110,8 @@ class TorchCarrier:
         self._cut_last = _NOTHING
         if pieces and self._is_nccl:
             return self._post_together(pieces)
-        # What others send may come while this rank packs; what it packed first is on its way while it packs the rest.
+        # Messages from others may arrive while this rank packs, and its first buffer is on its way while it packs the
+        # rest.
         pieces.sort(key=lambda piece: piece.is_sent)
         return [self._post(piece) for piece in pieces]
 
@@ -176,8 +177,8 @@ class HostCarrier:
         return works
 
     def copy(self, here: Message, there: Message) -> list[Work]:
-        # As a message to itself: what is written goes past the caches, where rows are short in a third of the time, and
-        # while peers make room or have sent nothing.
+        # A message to itself is written past the caches: that takes a third of the time where rows are short. It is
+        # copied while peers make room or have sent nothing.
         return self.post([there, here])
 
 
@@ -203,7 +204,7 @@ def _posting(messages: Sequence[Message]) -> Iterator[None]:
 
 
 def wait_for(works: Sequence[Work], label: str, timeout_s: float) -> None:
-    """Waits until all of them are done, or as their `waits` do: what the current stream does next is behind them.
+    """Waits until all of them are done, or as their `waits` do: later work of the current stream comes after them.
 
     Raises:
         ReallocationError: a peer did not answer within `timeout_s`, or died.
@@ -250,7 +251,7 @@ class _Piece:
         self.packed_bytes = 0 if self._whole is not None else sum(view.nbytes for view in views)
 
     def packed(self) -> Tensor:
-        """What is sent, or where it is received: as bytes, since the wire need not know the dtype."""
+        """A tensor to send, or to receive into, as bytes: the messages need no dtype."""
         whole = self._whole
         if whole is None:
             self._buffers = buffers_like(self._views)

@@ -11,18 +11,13 @@ SumsByPeer = dict[int, list[Tensor]]
 _CHUNK = 1 << 18  # elements
 
 
-def checksum(tensor: Tensor) -> int:
-    """A position-dependent sum of the bits of `tensor`, 0 <= sum < 2^64.
+def bit_sum(tensor: Tensor) -> Tensor:
+    """A sum of the bits of `tensor` that depends on their positions, modulo 2^64: an int64 scalar on its device.
 
     It changes with any one or two bits, any one element of up to 32 bits, and any one half of a longer one, in tensors
-    of up to 2^31 such words; other changes leave it as it was once in 2^32 times or less. Equal contents
-    give equal sums on every device and for every stride. Costs one pass and 10 MB.
+    of up to 2^31 such words. Other changes leave the sum as it was once in 2^32 times or less. Equal contents give
+    equal sums on every device and for every stride. It costs one pass and 10 MB, and the host does not wait for it.
     """
-    return int(bit_sum(tensor).item()) % 2**64
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The checksum as a scalar of int64, modulo 2^64, on the tensor's device; the host does not wait for it."""
     # A word has 32 bits at most: of a 64th bit every odd factor leaves only the parity, and two changed signs would
     # cancel out.
     word = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
@@ -45,11 +40,11 @@ def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
 def _factors(first: int, words: Tensor) -> Tensor:
     """The factors of word `first` and those after it, int64 of the shape of `words`: distinct odd numbers below 2^32.
 
-    An odd factor has an inverse modulo 2^64, so that no change of a single word can cancel out. That of one bit in two
-    words, 2^n (f + g) or 2^n (f - g) with n < 32, is not 0 modulo 2^64 either. Their order is mixed up, since many
-    changes alike, such as of all signs, would cancel out of 1, 3, 5, ...
+    An odd factor has an inverse modulo 2^64, so no change of a single word can cancel out. A change of one bit in two
+    words adds 2^n (f + g) or 2^n (f - g) with n < 32, which is not 0 modulo 2^64 either. The factors are in mixed
+    order: with 1, 3, 5, ... many equal changes, such as of all signs, would cancel out.
     """
-    # Products with odd numbers modulo 2^31, and the shift between them, can be undone: what differs still does.
+    # Products with odd numbers modulo 2^31, and the shift between them, can be undone: different inputs stay different.
     mixed = torch.arange(first, first + words.numel(), device=words.device)
     mixed.mul_(0x2545F491).bitwise_and_(0x7FFFFFFF)
     mixed.bitwise_xor_(mixed >> 15)

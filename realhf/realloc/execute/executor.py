@@ -45,7 +45,7 @@ def execute(part: Reallocation, *, eta: float = 1.0, arrived: SumsByPeer | None 
     With `eta` < 1 the target becomes eta * source + (1 - eta) * target, an exponential moving average of the sources
     that it was given, as for a reference model that follows the actor; its own values are then needed before. Each
     time it is rounded to the tensors' dtype: in bfloat16 changes below 1/256 of a value are lost, so keep averages
-    of small `eta` in float32. `arrived` then gets the bit sums of what came from each peer, for `verify`.
+    of small `eta` in float32. `arrived` then gets the bit sums of the parts from each peer, for `verify`.
 
     Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes, and the
     same kind of carrier. The others return at once. A target may be the same view as the source of that
@@ -67,10 +67,10 @@ def execute(part: Reallocation, *, eta: float = 1.0, arrived: SumsByPeer | None 
         copying = _start_copies(carrier, rank, here, there, memory) if eta == 1 else []
         under_way: deque[_UnderWay] = deque()
         for each_round in located.rounds:
-            while under_way and each_round.forwards:  # what has arrived before
+            while under_way and each_round.forwards:  # forwarded parts have to arrive first
                 under_way.popleft().finish(write, arrived, timeout_s)
             messages = [placed.message(memory) for placed in each_round.messages]
-            # Averages need what arrives beside the target.
+            # Averages need the received values beside the target.
             in_place = [message for message in messages if eta == 1 or message.peers_part == "receive"]
             beside = [message for message in messages if eta < 1 and message.peers_part == "send"]
             buffer_bytes = carrier.packed_bytes(in_place) + sum(view.nbytes for m in beside for view in m.views)

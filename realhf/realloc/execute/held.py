@@ -1,4 +1,4 @@
-"""What a rank has in memory of a model: boxes with their tensors, and the parts of them that others ask for."""
+"""A rank's part of a model in memory: boxes with their tensors, and the pieces of them that others need."""
 
 from collections.abc import Iterable, Mapping
 
@@ -49,7 +49,7 @@ def holds(held: HeldBoxes, box: Box) -> bool:
 
 
 def sent_part(source: HeldBoxes, target: HeldBoxes, box: Box) -> Tensor:
-    """What a rank sends as `box`: what it holds from the start, or else what it received in an earlier round.
+    """The tensor that a rank sends as `box`: held from the start, or received in an earlier round.
 
     Raises:
         ValueError: as `part`.

@@ -109,7 +109,7 @@ class LocatedMessage:
 
 @dataclass(frozen=True)
 class LocatedRound:
-    """What a rank does in round `index`, as the plan's `DeviceRound` says."""
+    """The work of a rank in round `index`, from the plan's `DeviceRound`."""
 
     index: int
     forwards: bool
@@ -155,7 +155,7 @@ def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Loca
 
     @cache  # a forwarded part lies where it was received
     def parts(boxes: tuple[Box, ...]) -> Locations:
-        """Of boxes that the rank holds from the start, or receives; it receives none that it holds."""
+        """Where boxes lie that the rank holds from the start or receives; it never receives one that it holds."""
         return Locations([(ours if ours.holds(box) else wanted).location(box) for box in boxes], item)
 
     rounds = []
@@ -175,7 +175,7 @@ def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Loca
 
 
 class _Side:
-    """What a rank holds of source or target: its tensors are numbered from `first_index` on."""
+    """The tensors that a rank holds of source or target, numbered from `first_index` on."""
 
     def __init__(self, held: Held, first_index: int):
         self._held = by_name(held)

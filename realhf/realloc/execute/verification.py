@@ -1,4 +1,4 @@
-"""Checks that a reallocation delivered what was sent: a checksum for every part, which follows the data."""
+"""Checks that a reallocation delivered the sent parts: a checksum for every part follows the data."""
 
 from collections.abc import Sequence
 
@@ -41,11 +41,11 @@ class VerificationSchedule:
 
 
 def verify(reallocation: Reallocation, *, arrived: SumsByPeer | None = None) -> None:
-    """Compares what each rank received, or copied, with what its sender holds.
+    """Compares the parts that each rank received, or copied, with the sender's.
 
     All ranks that called `execute` call it afterwards with the same argument, while the tensors are as `execute` left
-    them. Where eta < 1 the target holds averages, so `arrived` has the bit sums that `execute` noted; what this rank
-    copied is not compared then.
+    them. Where eta < 1 the target holds averages, so `arrived` has the bit sums that `execute` noted; local copies are
+    not compared then.
 
     A rank sums up the parts that it sent and that it received, sends one message of 8 bytes a part to each rank it
     had sent to, and compares. It is one more round of the plan, and cannot deadlock for the same reason.
@@ -126,7 +126,7 @@ def _named(boxes: Sequence[Box]) -> str:
 def _differing_copies(
     plan: ReallocationPlan, rank: int, source_tensors: HeldBoxes, target_tensors: HeldBoxes
 ) -> list[Box]:
-    """The parts that this rank copied within its own memory, and that are not what they were copied from."""
+    """The parts that this rank copied within its own memory and that differ from their source."""
     boxes = plan.local_copies.get(rank, ())
     if not boxes:
         return []

@@ -21,7 +21,7 @@ def cells_of(source: Mapping[int, Sequence[Box]], target: Mapping[int, Sequence[
     """The boxes that the devices of `target` want, cut where the holders in `source` change, parameter by parameter.
 
     Raises:
-        ValueError: part of a target box is held by nobody, or two target boxes of a device overlap.
+        ValueError: no source device holds part of a target box, or two target boxes of a device overlap.
     """
     holders, wanting = _devices_by_box(source), _devices_by_box(target, disjoint=True)
     # The layers of a stage are divided alike: their cells differ in the name alone.
@@ -76,8 +76,8 @@ def _cells(box: Box, wanting: Devices, held: Mapping[Box, Devices]) -> list[Cell
     for cell, holders in cells:
         if not holders:
             raise ValueError(
-                f"parameter {box.name}: nobody holds the part of shape {cell.shape} at offset {cell.offset}; "
-                f"the source layout must hold all that the target layout wants"
+                f"parameter {box.name}: no source device holds the part of shape {cell.shape} at offset {cell.offset}; "
+                f"the source layout must hold every box of the target layout"
             )
     return [
         Cell(

@@ -1,8 +1,8 @@
 """Plans a parameter reallocation: which box travels from which device to which, in which bucket.
 
 Pure and deterministic, no torch: every rank computes the same plan from the same two tables of boxes, the search
-counts bytes with it, the executor runs it. Each byte that a device lacks is received exactly once, what a device
-already holds never crosses the network (ReaL, section 5.3 "redistribution", for boxes of any shape).
+counts bytes with it, the executor runs it. Each byte that a device lacks is received exactly once; bytes that a device
+already holds never cross the network (ReaL, section 5.3 "redistribution", for boxes of any shape).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import Placement, held_boxes
-from realhf.realloc.plan.broadcast_chain import BroadcastChains, node_of
+from realhf.realloc.plan.broadcast_chain import BroadcastChains
 from realhf.realloc.plan.cells import Devices, cells_of
 from realhf.realloc.plan.parcels import parcels_of
 from realhf.realloc.plan.rounds import Rounds, Transfer
@@ -22,9 +22,9 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class DeviceRound:
-    """What one device does in round `index`: by peer, the boxes it sends and receives, in this order.
+    """The work of one device in round `index`: by peer, the boxes that it sends and receives, in this order.
 
-    `forwards`: some of what it sends it received in an earlier round.
+    `forwards`: it received some of the sent boxes in an earlier round.
     """
 
     index: int
@@ -37,10 +37,10 @@ class DeviceRound:
 class ReallocationPlan:
     """How the parameters get from one table of boxes to another.
 
-    `rounds` is the one total order in which all devices work: nobody starts round i + 1 before its own part of
-    round i is done, so overlapping meshes cannot deadlock. In a round no device sends more than `bucket_bytes`, or
-    receives more. `local_copies` are the parts of a device's target boxes that it already holds.
-    `lacking_bytes`, per target device, are those it does not hold: no plan can move less.
+    `rounds` is the one total order in which all devices work: no device starts round i + 1 before its own part of round
+    i is done, so overlapping meshes cannot deadlock. In a round no device sends or receives more than `bucket_bytes`.
+    `local_copies` are the parts of a device's target boxes that it already holds. `lacking_bytes` are the bytes that
+    each target device does not hold: no plan can move less.
     """
 
     rounds: tuple[tuple[Transfer, ...], ...]
@@ -48,17 +48,11 @@ class ReallocationPlan:
     lacking_bytes: Mapping[int, int]
     element_bytes: int
     bucket_bytes: int
-    devices_per_node: int | None
 
     @property
     def transfers(self) -> Iterator[Transfer]:
         """All transfers, in the total order."""
         return (transfer for each_round in self.rounds for transfer in each_round)
-
-    @property
-    def lower_bound_bytes(self) -> int:
-        """Bytes that some device lacks, summed over the devices."""
-        return sum(self.lacking_bytes.values())
 
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
@@ -75,15 +69,6 @@ class ReallocationPlan:
         for transfer in self.transfers:
             received[transfer.target] = received.get(transfer.target, 0) + transfer.load.elements * self.element_bytes
         return received
-
-    @cached_property
-    def network_bytes(self) -> int:
-        """Bytes that cross from one node to another; the other sent bytes stay within a node."""
-        return sum(
-            transfer.load.elements * self.element_bytes
-            for transfer in self.transfers
-            if node_of(transfer.target, self.devices_per_node) != node_of(transfer.source, self.devices_per_node)
-        )
 
     @cached_property
     def found_by_device(self) -> dict[int, object]:
@@ -142,7 +127,7 @@ def plan_reallocation(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     forwarding: bool = True,
 ) -> ReallocationPlan:
-    """The plan after which every device of `target` holds its boxes, given what the devices of `source` hold.
+    """The plan after which every device of `target` holds its boxes, from the boxes that devices of `source` hold.
 
     A device's own part of a target box is copied locally. For the rest the sender is a holder on the same node
     (devices i * devices_per_node and following; None: one node) or else any holder; among these the one that has
@@ -152,7 +137,7 @@ def plan_reallocation(
     Boxes larger than a bucket are cut along their first dimension (further ones only if a single row is larger).
 
     Raises:
-        ValueError: part of a target box is held by nobody, two target boxes of a device overlap, or a bucket
+        ValueError: no source device holds part of a target box, two target boxes of a device overlap, or a bucket
             cannot hold one element.
     """
     if bucket_bytes < element_bytes:
@@ -186,5 +171,4 @@ def plan_reallocation(
         lacking_bytes={device: elements * element_bytes for device, elements in lacking_elements.items()},
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
-        devices_per_node=devices_per_node,
     )

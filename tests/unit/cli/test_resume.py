@@ -65,7 +65,7 @@ def test_other_data_is_refused_unless_it_is_accepted(
     message = refusal(began, capsys, "sft")
     assert "the data set of the run in " in message
     assert f"has changed since the run began: {rows} has other content (" in message
-    assert "--resume --accept-changed-inputs goes on with what is there now" in message
+    assert "--resume --accept-changed-inputs resumes with the present files" in message
     assert main([*again, "--accept-changed-inputs"]) == 0
     assert main(again) == 0, "they are the run's from now on"
 

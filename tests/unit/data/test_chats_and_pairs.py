@@ -171,12 +171,12 @@ def test_a_template_that_rewrites_earlier_turns(make, tmp_path: Path) -> None:
     assert masked(dataset) == ["b<|im_end|>", "<think>hm</think>d<|im_end|>"]
     unmarked = FORGETFUL_TEMPLATE.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     dataset = make(SFTDataset, {"messages": thinking}, loss_on="all", chat_template=unmarked)
-    assert "writes earlier turns otherwise once later ones follow" in says(dataset)
+    assert "changes earlier turns when later ones follow" in says(dataset)
     last = make(SFTDataset, {"messages": thinking}, chat_template=unmarked)
     assert texts(last)["tokens"].endswith("assistant\n<think>hm</think>d<|im_end|>")
     other = unmarked.replace("assistant\\n' }}{% endif", "assistant\\n<think>' }}{% endif")
     plain = make(SFTDataset, {"messages": turns("a", "b")}, chat_template=other)
-    assert "writes an assistant's turn otherwise than the prompt begins it" in says(plain)
+    assert "begins the assistant's turn differently in a prompt and in a whole chat" in says(plain)
 
 
 def test_a_token_across_the_border_is_divided_as_generation_would(make) -> None:

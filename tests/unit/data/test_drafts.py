@@ -73,7 +73,7 @@ def test_a_turn_without_an_end_token_has_its_white_space(folder: Path) -> None:
     assert [response.text[a:b] for a, b in response.spans] == ["c* ", "e* "]
 
 
-REWRITTEN = "the chat template writes earlier turns otherwise once later ones follow, so that the assistant's turns"
+REWRITTEN = "the chat template changes earlier turns when later ones follow, so the assistant's turns"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_turns_that_have_no_places(template: str, folder: Path) -> None:
 
 def test_a_response_that_does_not_continue_the_prompt(folder: Path) -> None:
     other_header = writer(folder, PLAIN.replace("%}a:{%", "%}x:{%"))
-    with pytest.raises(ValueError, match="writes an assistant's turn otherwise than the prompt begins it"):
+    with pytest.raises(ValueError, match="begins the assistant's turn differently in a prompt and in a whole chat"):
         other_header.answers(turns("u:b"), [turns("a:c")])
     good = writer(folder, PLAIN).answers(turns("u:b"), [turns("a:c"), turns("a:d", "u:e", "a:f")])
     assert good == Draft(
@@ -113,7 +113,7 @@ def test_a_response_that_does_not_continue_the_prompt(folder: Path) -> None:
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
 def test_a_chat_in_which_nobody_asks(template: str, folder: Path) -> None:
     found = writer(folder, template)
-    says = "the chat has no user's turn (its roles: {}), so that nobody asks anything"
+    says = "the chat has no user's turn (its roles: {}), so there is no question to answer"
     chat = turns("s:b", "a:c")
     marked = "system, assistant" if template == MARKED else "system"
     both = "system, assistant"
@@ -129,7 +129,7 @@ def test_a_chat_without_a_response(folder: Path) -> None:
     found = writer(folder, PLAIN)
     with pytest.raises(ValueError, match=r"^the last turn of the chat is not the assistant's, so that there is"):
         found.last_turn(TWO[:3])
-    with pytest.raises(ValueError, match=r"^the chat has no turn of the assistant, so that there is no response$"):
+    with pytest.raises(ValueError, match=r"^the chat has no turn of the assistant, so there is no response$"):
         found.all_turns(turns("u:b"))
 
 

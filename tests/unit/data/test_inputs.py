@@ -22,8 +22,8 @@ from realhf.data.files.digest import content_digest, known_digest, weights_diges
 from realhf.data.inputs import InputFile, check_inputs, inputs_of, keep_inputs
 from realhf.data.merged import MergedDataset
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import save_model
 from realhf.rundir.paths import RunDirectory
+from tests.unit.checkpoints import save_model
 from tests.unit.launch.saved_runs import MODEL
 
 
@@ -128,7 +128,7 @@ def test_what_has_changed_is_named_with_the_remedy(
     run.spec.resume_step = resume_step
     with pytest.raises(UserError, match=rf"^the {what} of the run in .*/run has changed since the run began: .*{how}"):
         check_inputs(run, directory)
-    with pytest.raises(UserError, match=r"put it back, or start a new run .*\(--resume --accept-changed-inputs goes"):
+    with pytest.raises(UserError, match=r"put it back, or start a new run .*\(--resume --accept-changed-inputs"):
         check_inputs(run, directory)
 
 

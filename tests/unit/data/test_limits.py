@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -145,6 +146,11 @@ def test_rows_are_kept_for_the_content_of_a_tokenizer_and_not_for_its_name(folde
     assert len(list(cache.iterdir())) == 2
 
 
+def known(dataset: TextDataset) -> tuple[str, dict[str, Any]]:
+    """What kept rows are found by, beside the files."""
+    return type(dataset).__name__, msgspec.to_builtins(dataset)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -164,10 +170,10 @@ def test_every_file_that_decides_which_rows_are_kept_is_in_the_name(name: str, f
         (folder / each).write_text("one")
     options = {"max_prompt_tokens": 5, "too_long": "drop", "chat_template": str(folder / "given.jinja")}
     dataset = make(folder, PromptDataset, [{"prompt": "abc"}], **options)
-    names = {kept_rows._path(dataset)}
+    names = {kept_rows._path(*known(dataset))}
     for text in ("{}", "[]"):
         (folder / name).write_text(text)
-        names.add(kept_rows._path(dataset))
+        names.add(kept_rows._path(*known(dataset)))
     assert len(names) == 3
 
 
@@ -178,16 +184,16 @@ def test_the_name_of_kept_rows_does_not_depend_on_where_files_lie(
     dataset = make(folder, PromptDataset, [{"prompt": "ab"}], **options)
     shutil.copytree(folder, tmp_path / "elsewhere")
     other = make(tmp_path / "elsewhere", PromptDataset, [{"prompt": "ab"}], **options)
-    path = kept_rows._path(dataset)
-    assert path == kept_rows._path(other)
+    path = kept_rows._path(*known(dataset))
+    assert path == kept_rows._path(*known(other))
     assert path.parent == cache
     assert re.fullmatch(r"[0-9a-f]{32}\.rows", path.name)
-    assert path != kept_rows._path(replace(dataset, max_prompt_tokens=4))
+    assert path != kept_rows._path(*known(replace(dataset, max_prompt_tokens=4)))
     assert dataset.kept_rows() is not None
     assert path.read_bytes() == bytes(8), "row 0, in eight bytes"
     monkeypatch.setattr(kept_rows, "user_cache_path", lambda name: tmp_path / "new" / name)
-    assert kept_rows.kept_on_disk(dataset) is None
-    kept_rows.keep_on_disk(dataset, np.array([3]))
+    assert kept_rows.kept_on_disk(*known(dataset)) is None
+    kept_rows.keep_on_disk(*known(dataset), np.array([3]))
     assert (tmp_path / "new/realhf/data" / path.name).read_bytes() == b"\3" + bytes(7)
 
 

@@ -95,13 +95,6 @@ def test_chosen_answers_are_right_and_rejected_ones_are_wrong(data):
             assert 3 <= len(row["rejected"]) <= 8
 
 
-def test_the_rule():
-    assert sort_task.is_right("dbeca>", "abcde<eos>")
-    assert sort_task.is_right("baab>", "aabb<eos>")
-    for wrong in ("abcde", "abced<eos>", "abcde<eos><eos>", "abcdee<eos>", "<eos>", ""):
-        assert not sort_task.is_right("dbeca>", wrong), wrong
-
-
 def test_the_tokenizer_has_a_token_for_every_character():
     tokenizer = sort_task.make_tokenizer()
     assert tokenizer.get_vocab_size() == 32 == sort_task.SORT_MODEL.vocab_size

@@ -94,7 +94,7 @@ def test_files_beside_it_that_are_broken(folder: Path) -> None:
         rf"^{re.escape(str(folder))}/chat_template\.jinja: cannot be read as UTF-8 \(.*\); correct it or take it away$"
     )
     with pytest.raises(UserError, match=says):
-        TextTokenizer(folder).template()
+        _ = TextTokenizer(folder).template
 
 
 # --- Special tokens.
@@ -174,7 +174,7 @@ def test_special_tokens_are_not_normalized(folder: Path) -> None:
 )
 def test_added_tokens_that_are_none(config: dict[str, Any], why: str, folder: Path) -> None:
     says = refusal(folder, **config)
-    assert says.startswith(f"tokenizer {folder}/tokenizer.json: its added tokens are none ({why}")
+    assert says.startswith(f"tokenizer {folder}/tokenizer.json: its added tokens cannot be read ({why}")
     assert says.endswith(
         "); correct added_tokens_decoder and the special tokens of tokenizer_config.json, or take that file away"
     )
@@ -239,32 +239,33 @@ def test_text_that_a_tokenizer_cannot_express(unknown: str | None, tmp_path: Pat
 
 
 def test_templates_by_name(folder: Path) -> None:
-    """The default, one for tools beside it, and whichever is named."""
+    """The default, or the one that is named."""
     (folder / "additional_chat_templates").mkdir()
     texts = {"default": "plain", "tool_use": "with tools", "brief": "brief"}
     for config in (texts, [{"name": name, "template": text} for name, text in texts.items()] + ["no object"]):
         found = configured(folder, chat_template=config)
-        assert found.template().source == found.template(False).source == found.apply_chat_template(CHAT) == "plain"
-        assert found.template(True).source == found.apply_chat_template(CHAT, tools=[]) == "with tools"
-        assert TextTokenizer(folder, "brief").apply_chat_template(CHAT, tools=[]) == "brief"
-        assert TextTokenizer(folder, "default").apply_chat_template(CHAT, tools=[]) == "plain"
-        assert TextTokenizer(folder, "{{ 'given' }}").apply_chat_template(CHAT, tools=[]) == "given"
-    assert configured(folder, chat_template="one").apply_chat_template(CHAT, tools=[]) == "one"
+        assert found.template.source == found.template.render(CHAT) == "plain"
+        assert TextTokenizer(folder, "tool_use").template.render(CHAT) == "with tools"
+        assert TextTokenizer(folder, "brief").template.render(CHAT) == "brief"
+        assert TextTokenizer(folder, "default").template.render(CHAT) == "plain"
+        assert TextTokenizer(folder, "{{ 'given' }}").template.render(CHAT) == "given"
+    assert configured(folder, chat_template="one").template.render(CHAT) == "one"
     with pytest.raises(UserError, match=r"it has the chat templates a, b; name one with chat_template$"):
-        configured(folder, chat_template={"b": "x", "a": "y"}).template()
+        _ = configured(folder, chat_template={"b": "x", "a": "y"}).template
     (folder / "chat_template.jinja").write_text("of a file")
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("of another")
     found = configured(folder, chat_template=texts)
-    assert (found.template().source, found.template(True).source) == ("of a file", "of another")
+    assert found.template.source == "of a file"
+    assert TextTokenizer(folder, "tool_use").template.source == "of another"
     with pytest.raises(UserError, match=r"^chat_template='brief': no such file or directory; give a file of Jinja"):
-        TextTokenizer(folder, "brief").template()
+        _ = TextTokenizer(folder, "brief").template
 
 
 @pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": 7}, {"chat_template": {}}])
 def test_no_template(config: dict[str, Any], folder: Path) -> None:
-    assert TextTokenizer(folder, "{{ 1 }}").apply_chat_template(CHAT) == "1"
+    assert TextTokenizer(folder, "{{ 1 }}").template.render(CHAT) == "1"
     with pytest.raises(UserError, match=re.escape(f"tokenizer {folder}/tokenizer.json: it has no chat template (neit")):
-        configured(folder, **config).template()
+        _ = configured(folder, **config).template
 
 
 def test_a_template_gets_what_it_asks_for(folder: Path) -> None:
@@ -272,9 +273,9 @@ def test_a_template_gets_what_it_asks_for(folder: Path) -> None:
         "{{ bos_token }}{{ messages[0].content }}{{ add_generation_prompt }}{{ tools }}{{ strftime_now('%Y-%m-%d') }}"
     )
     found = configured(folder, bos_token="<bos>")
-    assert found.apply_chat_template(CHAT) == "<bos>aFalseNone2024-07-26"
-    assert found.apply_chat_template(CHAT, add_generation_prompt=True) == "<bos>aTrueNone2024-07-26"
-    assert TextTokenizer(folder, date="2025-01-02").apply_chat_template(CHAT, tools=[{}]) == "<bos>aFalse[{}]2025-01-02"
+    assert found.template.render(CHAT) == "<bos>aFalseNone2024-07-26"
+    assert found.template.render(CHAT, add_generation_prompt=True) == "<bos>aTrueNone2024-07-26"
+    assert TextTokenizer(folder, date="2025-01-02").template.render(CHAT) == "<bos>aFalseNone2025-01-02"
 
 
 @pytest.mark.parametrize(
@@ -291,14 +292,14 @@ def test_a_template_that_cannot_be_read(given: str, why: str, folder: Path) -> N
     given = {"FILE": str(folder / "bytes"), "DIR": str(folder)}.get(given, given)
     remedy = "give a file of Jinja text, the text itself, or the name of one of the tokenizer's templates"
     with pytest.raises(UserError, match=f"^{re.escape(f'chat_template={given!r}: ')}{why}; {remedy}$"):
-        TextTokenizer(folder, given).template()
+        _ = TextTokenizer(folder, given).template
 
 
 def test_a_given_template_is_a_text_where_it_has_marks_of_one(folder: Path) -> None:
-    assert TextTokenizer(folder, "{% if 1 %}x{% endif %}").apply_chat_template(CHAT) == "x"
-    assert TextTokenizer(folder, "{{ 2 }}").apply_chat_template(CHAT) == "2"
+    assert TextTokenizer(folder, "{% if 1 %}x{% endif %}").template.render(CHAT) == "x"
+    assert TextTokenizer(folder, "{{ 2 }}").template.render(CHAT) == "2"
     (folder / "x").write_text("of a file")
-    assert TextTokenizer(folder, str(folder / "x")).apply_chat_template(CHAT) == "of a file"
+    assert TextTokenizer(folder, str(folder / "x")).template.render(CHAT) == "of a file"
 
 
 @pytest.mark.parametrize("date", ["tomorrow", "2024-02-30", ""])

@@ -167,8 +167,8 @@ def test_only_what_is_a_pattern_is_looked_at(path: Path) -> None:
         },
     )
     assert refusal(path) == (
-        f"tokenizer {path}: the pattern {long[:80]!r} repeats a group that matches one text in several ways, so that a "
-        "short text can take it for ever; give a tokenizer whose patterns repeat single characters and classes of them"
+        f"tokenizer {path}: the pattern {long[:80]!r} repeats a group that matches one text in several ways, so a "
+        "short text can take it forever; give a tokenizer whose patterns repeat single characters and classes of them"
     )
 
 

@@ -141,7 +141,7 @@ def test_the_source_waits_for_the_takers_of_the_step_before() -> None:
     order = tuple(OrderEntry(call=name, steps_back=back) for name, back in (("one", 0), ("home", 0), ("two", 1)))
     plan = ExecutionPlan(num_devices=4, calls=calls, order=order)
     check_plan(msgspec.structs.replace(plan, calls=calls | {"two": NARROW}), frozen, 8)
-    with pytest.raises(UserError, match="order: one comes before two, of which it needs the result"):
+    with pytest.raises(UserError, match="order: one needs the result of two but is scheduled before it"):
         check_plan(plan, frozen, 8)
 
 

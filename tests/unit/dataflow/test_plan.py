@@ -121,7 +121,7 @@ BAD_GROUPS = {
     "of a home with other degrees": (
         trained_with(dp=1, tp=4),
         {"dp": 2, "pp": 2, "micro_dp": (2, 1)},
-        "actor_generate: with micro_dp=[2, 1] its dp2 tp1 pp2 micro-dp2x1 does not hold",
+        "actor_generate: with micro_dp=[2, 1], dp2 tp1 pp2 micro-dp2x1 does not contain",
     ),
     "with a remedy": (
         trained_with(dp=1, tp=2, pp=2),
@@ -250,7 +250,7 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
     ),
     "recomputed layers without a kind": (
         with_call("actor_train_step", compute=CallCompute(recomputed_layers=2)),
-        "actor_train_step: compute has recomputed_layers=2 without what is recomputed in these layers; say",
+        "actor_train_step: compute has recomputed_layers=2 without the kind of recomputation; add",
     ),
     "graphs of a call that generates nothing": (
         with_call("reward_inference", compute=CallCompute(decode_graphs="call")),
@@ -298,15 +298,15 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
     ),
     "a child before its parent": (
         plan_of(order=order("reward_inference", "actor_generate", *ORDER[2:])),
-        "order: reward_inference comes before actor_generate, of which it needs the result; move it behind",
+        "order: reward_inference needs the result of actor_generate but is scheduled before it; move reward_inference",
     ),
     "a child of this step, its parent of the last": (
         plan_of(order=order((ORDER[0], 1), *ORDER[1:])),
-        "comes before actor_generate, of which it needs the result; move it behind",
+        "needs the result of actor_generate but is scheduled before it; move",
     ),
     "the next step's generation before the training that it needs": (
         plan_of(order=order(*ORDER[:3], (ORDER[3], 1), ORDER[4])),
-        "order: actor_generate comes before actor_train_step, of which it needs the result; move it behind",
+        "order: actor_generate needs the result of actor_train_step but is scheduled before it; move actor_generate",
     ),
 }
 
@@ -361,7 +361,7 @@ def test_a_plan_is_for_whole_groups_of_samples_and_for_the_protocols_of_its_call
     graph = DataflowGraph([call("m", INFERENCE, ["x"], protocol=RANK_ZERO)], ["x"])
     check_plan(ExecutionPlan(num_devices=1, calls={"m_inference": CallPlan(devices=(0, 1))}), graph, 8)
     two = ExecutionPlan(num_devices=2, calls={"m_inference": CallPlan(devices=(0, 2), dp=2)})
-    with pytest.raises(UserError, match="m_inference: protocol RANK_ZERO is not what 3D_PROTO is"):
+    with pytest.raises(UserError, match="m_inference: protocol RANK_ZERO differs from 3D_PROTO"):
         check_plan(two, graph, 8)
 
 
@@ -486,7 +486,7 @@ def test_bounds_of_a_plan_that_just_fits() -> None:
     check_plan(with_call(micro_batches=4), GRAPH, BATCH_SIZE)  # 4 x 4 of 16
     check_plan(with_call(compute=CallCompute(decode_graphs="call")), GRAPH, BATCH_SIZE)
     without = CallCompute(recomputation="off", recomputed_layers=2)
-    with pytest.raises(UserError, match="recomputed_layers=2 without what is recomputed"):
+    with pytest.raises(UserError, match="recomputed_layers=2 without the kind of recomp"):
         check_plan(with_call("actor_train_step", compute=without), GRAPH, BATCH_SIZE)
     few = CallCompute(recomputation="full", recomputed_layers=-1)
     with pytest.raises(UserError, match="recomputed_layers=-1"):

@@ -160,12 +160,12 @@ def test_a_pass_through_a_model_needs_what_3d_proto_gives_it() -> None:
     four = Layout(DeviceMesh(0, 4), ParallelStrategy(dp=4))
     for protocol in (DP_PROTO, ALL_TO_ALL):  # on these devices they are 3D_PROTO
         call("reward", outputs=["reward"], protocol=protocol).check_protocol(four)
-    with pytest.raises(UserError, match="reward_inference: protocol ALL_TO_ALL is not what 3D_PROTO is"):
+    with pytest.raises(UserError, match="reward_inference: protocol ALL_TO_ALL differs from 3D_PROTO"):
         call("reward", outputs=["reward"], protocol=ALL_TO_ALL).check_protocol(EIGHT)
     two = Layout(DeviceMesh(0, 2), ParallelStrategy(tp=2))
     # The same devices are collected of other parts, and other devices of the same parts.
     for protocol in (RANK_ZERO, ONE_TO_ALL):
-        with pytest.raises(UserError, match=f"protocol {protocol.name} is not what 3D_PROTO is on dp1 tp2 pp1 on "):
+        with pytest.raises(UserError, match=f"protocol {protocol.name} differs from 3D_PROTO on dp1 tp2 pp1 on "):
             call("reward", protocol=protocol).check_protocol(two)
     with pytest.raises(UserError, match="reward_inference: protocol DP_PROTO: dp2 tp2 pp2 on devices 8-15 divides"):
         call("reward", protocol=DP_PROTO).check_protocol(EIGHT)

@@ -193,7 +193,7 @@ def test_a_unit_that_a_rank_has_not_is_told_by_its_number() -> None:
 
     for message in of_different_collectives(another):
         assert "rank 0 in number 1, an all-gather of unit 1, 'layers.0', rank 1 in number 1, " in message
-        assert "an all-gather of unit 4, that this rank has not. What they received is of no use" in message
+        assert "an all-gather of unit 4, that this rank has not. The data that they received is wrong" in message
 
 
 def test_a_message_is_of_six_numbers_and_asks_for_three_operations_at_most() -> None:

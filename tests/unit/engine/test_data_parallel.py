@@ -102,7 +102,7 @@ def test_a_sum_over_several_views_is_one_collective(summed: list[tuple[str, int]
 def test_the_place_of_what_is_updated_in_what_is_kept() -> None:
     updated = [slice(2, 5), slice(7, 8), slice(10, 14)]
     assert [place_of(at, updated) for at in range(8)] == [2, 3, 4, 7, 10, 11, 12, 13]
-    with pytest.raises(AssertionError, match="a box lies in what is updated"):
+    with pytest.raises(AssertionError, match="every box lies in an updated part"):
         place_of(8, updated)
 
 

@@ -13,7 +13,7 @@ from realhf.engine.train.divided import DividedParameters
 from realhf.engine.train.gathering import GatheredUnit, Gathering
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import FlatLayout, Unit
-from realhf.parallel.gradients import before_use, gradient_sink, has_sink
+from realhf.parallel.gradients import before_use, gradient_sink
 
 ROWS, COLUMNS = 8, 16  # of a matrix, as many elements as two aligned shards have
 
@@ -473,7 +473,7 @@ def test_gradients_of_each_mode_are_completed_in_its_way_and_updates_are_told(pe
     for mode in MODES[:2]:
         parameter = parameters[f"{mode}.weight"]
         assert parameter.requires_grad
-        assert has_sink(parameter), "large gradients are added to it without autograd"
+        assert gradient_sink(parameter) is parameter.grad, "large gradients are added to it without autograd"
         assert parameter.grad.dtype == torch.float32
         parameter.grad.add_(1)
     assert vectors.gradient.tolist() == [1.0] * 256 + [0.0] * 64

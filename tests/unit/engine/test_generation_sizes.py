@@ -10,7 +10,7 @@ import torch
 from realhf.api.generation import GenerationOptions
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
-from realhf.engine.build import build_decoder, initialise
+from realhf.engine.build import build_decoder
 from realhf.engine.generate import loop
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.decode_layers import decode_layers
@@ -24,6 +24,7 @@ from realhf.engine.generate.loop import (
 )
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.models.decoder import Decoder
+from tests.unit.engine.decoder_boxes import initialise
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.test_decode_graphs import decoder_of
 
@@ -38,11 +39,11 @@ def test_a_batch_is_cut_into_even_runs(count: int, parts: int, lengths: list[int
     assert [place for run in runs for place in run] == list(range(count))
 
 
-def pages(prompts: list[int], limits: list[int], twins: list[int], max_running: int) -> int:
+def pages(prompts: list[int], limits: list[int], first_with_prompt: list[int], max_running: int) -> int:
     choice: Any = SimpleNamespace(
         longest=lambda: np.array(prompts) + np.array(limits) - 1,
         prompt_lengths=np.array(prompts),
-        first_with_prompt=lambda: twins,
+        first_with_prompt=lambda: first_with_prompt,
     )
     return _needed_pages(choice, 4, max_running)
 
@@ -175,8 +176,13 @@ def test_a_scheduler_is_told_whether_its_pages_hold_all(decoder: Decoder, monkey
     prompts = [torch.tensor([3] * length) for length in (2, 12, 2)]
     for tokens, number, holds_all in ((None, 4, True), (64, 4, True), (63, 3, False)):
         generate(decoder, Batch((1, 2, 3), {"prompt": prompts}), request(kv_cache_tokens=tokens))
-        (lengths, twins), more = made.pop()
-        assert (lengths, twins, more["num_pages"], more["holds_all"]) == ([2, 12, 2], [0, 1, 0], number, holds_all)
+        (lengths, first_with_prompt), more = made.pop()
+        assert (lengths, first_with_prompt, more["num_pages"], more["holds_all"]) == (
+            [2, 12, 2],
+            [0, 1, 0],
+            number,
+            holds_all,
+        )
         assert (more["page_size"], more["max_running"], more["max_prefill_tokens"]) == (16, 3, loop.PREFILL_TOKENS)
 
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.lib.peak_memory import PeakMemory
 from realhf.api.experiment import OptimizerConfig
-from realhf.engine.tensor_bytes import PeakMemory
 from realhf.engine.train import optimizer as optimizer_module
 from realhf.engine.train.optimizer import FlatAdamW, chunks, gradient_dtype, learning_rate, square_sum
 

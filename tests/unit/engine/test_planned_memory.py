@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.lib.peak_memory import PeakMemory
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import Computation, Recomputation
@@ -18,7 +19,6 @@ from realhf.engine.generate.loop import generate, packed_weights
 from realhf.engine.generate.paged_attention import CppKernels, FlashKernels, TorchKernels, paged_kernel
 from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
-from realhf.engine.tensor_bytes import PeakMemory
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from realhf.planning.model.activations import InFlight, kept_bytes
 from realhf.planning.model.descriptions import load_hardware

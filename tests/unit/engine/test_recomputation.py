@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.lib.peak_memory import PeakMemory
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import Computation
 from realhf.base.errors import UserError
@@ -10,7 +11,6 @@ from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
-from realhf.engine.tensor_bytes import PeakMemory
 from realhf.parallel.vocabulary import Logits
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 

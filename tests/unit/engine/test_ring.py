@@ -10,7 +10,8 @@ from torch import Tensor
 
 from realhf.base.errors import RunError
 from realhf.engine.generate import ring
-from realhf.engine.generate.ring import Ring
+from realhf.engine.generate.loop import run_in_turns
+from realhf.engine.generate.ring import BatchMessages
 
 HIDDEN = torch.empty(0, 4, dtype=torch.bfloat16)
 TIMEOUT_S = 7.0
@@ -57,28 +58,33 @@ class Batch:
     def is_done(self) -> bool:
         return self.steps == self.ends_after
 
-    def plan(self) -> Any:
-        self.log.append(f"plan {self.name}{self.steps}")
+    def admit(self) -> Any:
+        self.log.append(f"admit {self.name}{self.steps}")
         self.step = SimpleNamespace(rows=3, drawing=[None, None])
         return self.step
 
-    def compute(self, hidden: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor | None) -> Tensor:
         shown = "tokens" if hidden is None else f"{list(hidden.shape)}"
-        self.log.append(f"compute {self.name}{self.steps} on {shown}")
+        self.log.append(f"forward {self.name}{self.steps} on {shown}")
         return torch.tensor([[1, 0], [2, 0]])[:, 0]  # not contiguous
 
-    def choose(self, logits: Tensor) -> Tensor:
-        self.log.append(f"choose from {logits.tolist()}")
+    def draw(self, logits: Tensor) -> Tensor:
+        self.log.append(f"draw from {logits.tolist()}")
         return logits + 4
 
-    def accept(self, tokens: Tensor) -> None:
+    def accept(self, tokens: Tensor) -> str:
         self.log.append(f"accept {list(tokens.shape)} {tokens.dtype}")
+        return f"{self.name}{self.steps}"
+
+    def release(self, is_end: str) -> None:
+        self.log.append(f"release {is_end}")
         self.steps += 1
 
 
 def carried_out(pipeline: Pipeline, *steps: int) -> list[str]:
     batches: Any = [Batch(name, count, pipeline) for name, count in zip("abc", steps, strict=False)]
-    Ring(pipeline, batches, HIDDEN, TIMEOUT_S).run()  # type: ignore[arg-type]
+    groups: Any = pipeline
+    run_in_turns(batches, [BatchMessages(groups, HIDDEN, TIMEOUT_S) for _ in batches])
     return pipeline.log
 
 
@@ -86,27 +92,30 @@ def test_the_first_stage_sends_hidden_states_and_waits_for_tokens(monkeypatch: p
     sent = "send to 10: generate: rank 0 waited for rank 10 to take the hidden states of decode step"
     took = "receive from 20: generate: rank 0 waited for the tokens of decode step"
     assert carried_out(Pipeline(0, 3, monkeypatch), 2, 1) == [
-        "plan a0",
-        "plan b0",
-        "compute a0 on tokens",
+        "admit a0",
+        "admit b0",
+        "forward a0 on tokens",
         "send [1, 2] to 10",
-        "compute b0 on tokens",
-        "send [1, 2] to 10",
-        "receive [2] torch.int64 from 20",
-        f"{took} 0 from rank 20",
-        f"{sent} 0",
-        "accept [2] torch.int64",
-        "plan a1",
-        "compute a1 on tokens",
+        "forward b0 on tokens",
         "send [1, 2] to 10",
         "receive [2] torch.int64 from 20",
         f"{took} 0 from rank 20",
         f"{sent} 0",
         "accept [2] torch.int64",
+        "release a0",
+        "admit a1",
+        "forward a1 on tokens",
+        "send [1, 2] to 10",
+        "receive [2] torch.int64 from 20",
+        f"{took} 0 from rank 20",
+        f"{sent} 0",
+        "accept [2] torch.int64",
+        "release b0",
         "receive [2] torch.int64 from 20",
         f"{took} 1 from rank 20",
         f"{sent} 1",
         "accept [2] torch.int64",
+        "release a1",
     ]
 
 
@@ -119,24 +128,26 @@ def test_a_stage_between_takes_hidden_states_and_sends_its_own(monkeypatch: pyte
     ]
     sent = "send to 20: generate: rank 10 waited for rank 20 to take the hidden states of decode step"
     assert carried_out(Pipeline(1, 3, monkeypatch), 2) == [
-        "plan a0",
+        "admit a0",
         awaited,
         f"{came} 0 from rank 0",
-        "compute a0 on [3, 4]",
+        "forward a0 on [3, 4]",
         "send [1, 2] to 20",
         tokens[0],
         f"{tokens[1]} 0 from rank 20",
         f"{sent} 0",
         "accept [2] torch.int64",
-        "plan a1",
+        "release a0",
+        "admit a1",
         awaited,
         f"{came} 1 from rank 0",
-        "compute a1 on [3, 4]",
+        "forward a1 on [3, 4]",
         "send [1, 2] to 20",
         tokens[0],
         f"{tokens[1]} 1 from rank 20",
         f"{sent} 1",
         "accept [2] torch.int64",
+        "release a1",
     ]
 
 
@@ -146,30 +157,33 @@ def test_the_last_stage_sends_tokens_to_all_others(monkeypatch: pytest.MonkeyPat
         f"send to {peer}: generate: rank 20 waited for rank {peer} to take the tokens of decode step"
         for peer in (0, 10)
     ]
-    step = ["choose from [1, 2]", "send [5, 6] to 0", "send [5, 6] to 10", "accept [2] torch.int64"]
+    sent = ["send [5, 6] to 0", "send [5, 6] to 10", "accept [2] torch.int64"]
     assert carried_out(Pipeline(2, 3, monkeypatch), 2) == [
-        "plan a0",
+        "admit a0",
         "receive [3, 4] torch.bfloat16 from 10",
         f"{came} 0 from rank 10",
-        "compute a0 on [3, 4]",
-        *step,
-        "plan a1",
+        "forward a0 on [3, 4]",
+        "draw from [1, 2]",
+        *sent,
+        "release a0",
+        "admit a1",
         "receive [3, 4] torch.bfloat16 from 10",
         f"{came} 1 from rank 10",
-        "compute a1 on [3, 4]",
+        "forward a1 on [3, 4]",
+        "draw from [1, 2]",
         *(f"{each} 0" for each in taken),
-        *step,
+        *sent,
+        "release a1",
         *(f"{each} 1" for each in taken),
     ]
 
 
 def test_a_stage_alone_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(name: str) -> list[str]:
+        return [f"forward {name} on tokens", "draw from [1, 2]", "accept [2] torch.int64", f"release {name}"]
+
     log = carried_out(Pipeline(0, 1, monkeypatch), 1, 2)
-    step = ["choose from [1, 2]", "accept [2] torch.int64"]
-    assert log == [
-        "plan a0", "plan b0", "compute a0 on tokens", *step, "compute b0 on tokens", *step, "plan b1",
-        "compute b1 on tokens", *step,
-    ]  # fmt: skip
+    assert log == ["admit a0", "admit b0", *step("a0"), *step("b0"), "admit b1", *step("b1")]
 
 
 def test_a_peer_that_is_gone_is_named_with_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,12 @@ from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.geometry.shards import shard_boxes
-from realhf.models.checkpoint import CheckpointReader, write_pieces
+from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import STEPS_KEY, finish, state_owners
 from realhf.models.convert import Conversion, convert
 from realhf.parallel.vocabulary import WholeLogits
 from realhf.planning.options import legal_strategies
+from tests.unit.checkpoints import write_pieces
 from tests.unit.engine.losses import (
     ONE_RANK,
     next_token_loss,

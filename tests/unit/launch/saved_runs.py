@@ -7,9 +7,9 @@ import torch
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import write_pieces
 from realhf.models.checkpoint_index import finish
 from realhf.rundir.checkpoints import RunState, complete, step_folder
+from tests.unit.checkpoints import write_pieces
 
 MODEL = DecoderConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=4)
 
@@ -22,7 +22,7 @@ def save(checkpoints: Path, step: int, **statistics: float) -> Path:
         (Box(spec.name, (0,) * len(spec.shape), spec.shape), torch.full(spec.shape, float(step)))
         for spec in decoder_parameters(MODEL)
     ]
-    write_pieces(part / "actor", 0, pieces, hashed=True)
+    write_pieces(part / "actor", 0, pieces)
     finish(part / "actor", MODEL, "float32", {0: [box for box, _ in pieces]})
     state = RunState(
         step=step,

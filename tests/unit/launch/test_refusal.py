@@ -8,7 +8,7 @@ import pytest
 
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.offer import Nodes, Offer, read_accounting, read_gpus, read_nodes, seconds_of
-from realhf.launch.slurm.refusal import asked as words_of
+from realhf.launch.slurm.refusal import job_size as words_of
 from realhf.launch.slurm.refusal import refusal, unknown_names, unmet
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.rundir.paths import RunDirectory, worker_name

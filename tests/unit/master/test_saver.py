@@ -18,7 +18,6 @@ from realhf.base.files import write_atomically
 from realhf.dataflow.plan import ExecutionPlan, plan_digest
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master.saver import Saver
-from realhf.models.checkpoint import save_model, write_pieces
 from realhf.models.checkpoint_index import STEPS_KEY, initial_optimizer_steps, read_index, state_owners
 from realhf.rundir.checkpoints import check, saved_steps
 from realhf.rundir.events import read_events
@@ -26,6 +25,7 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Deadlines
 from realhf.rundir.starts import StaleStartError
 from realhf.transport.messages import CheckpointWritten, Span
+from tests.unit.checkpoints import save_model, write_pieces
 from tests.unit.launch.saved_runs import MODEL
 from tests.unit.models.test_checkpoint import random_state
 from tests.waiting import PATIENCE_S
@@ -54,7 +54,7 @@ class Workers:
         part = self.asked[-1]
         boxes = state_owners(MODEL, HOME, "float32")[worker]
         pieces = [(box, torch.full(box.shape, float(worker))) for box in boxes]
-        write_pieces(part / "actor", worker, pieces, hashed=True)
+        write_pieces(part / "actor", worker, pieces)
         saver.written(worker, CheckpointWritten(directory=str(part), span=SPAN))
 
 
@@ -318,7 +318,7 @@ def test_workers_write_models_by_name_and_one_that_follows_has_no_optimizer_step
             for model, with_optimizer in (("actor", True), ("mean", False)):
                 boxes = state_owners(MODEL, HOME, "float32", with_optimizer=with_optimizer)[worker]
                 pieces = [(box, torch.full(box.shape, 1.0)) for box in boxes]
-                write_pieces(workers.asked[0] / model, worker, pieces, hashed=True)
+                write_pieces(workers.asked[0] / model, worker, pieces)
             saver.written(worker, CheckpointWritten(directory=str(workers.asked[0]), span=SPAN))
         await saver.settle()
 

@@ -19,8 +19,9 @@ from realhf.cli import main
 from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import CheckpointReader, save_model
+from realhf.models.checkpoint import CheckpointReader
 from realhf.models.convert import Conversion, convert
+from tests.unit.checkpoints import save_model
 from tests.unit.models.families import Oracle, config_class, distance, oracle, whole_box
 from tests.unit.models.test_hugging_face_files import GPT2_SIZES, SIZES
 

@@ -12,7 +12,7 @@ from realhf.architecture.compute import Computation
 from realhf.architecture.transformers_config import TransformersConfig, transformers_model
 from realhf.engine.backend import ModelSpec
 from realhf.engine.transformers_backend import TransformersModel
-from realhf.models.hugging_face_weights import open_checkpoint
+from realhf.models.opening import open_checkpoint
 from realhf.models.transformers_models import SCORE, describe
 from realhf.parallel.groups import ParallelGroups
 from tests.unit.engine.losses import ONE_RANK

@@ -40,8 +40,8 @@ def test_it_takes_what_the_reallocation_planner_moves(every_steps: int) -> None:
     reference, training = CallPlan(devices=(1, 1)), CallPlan(devices=(2, 2), tp=2)
     prediction = predict(task_of(graph, **settings(graph, cpu_cluster(4))), placed(reference, training))
     moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, forwarding=False)
-    assert moved.lower_bound_bytes == sum(moved.sent_bytes.values()) == 4 * parameter_count(TINY)
-    seconds = CPU.send_s(moved.lower_bound_bytes, crosses_nodes=False)
+    assert sum(moved.lacking_bytes.values()) == sum(moved.sent_bytes.values()) == 4 * parameter_count(TINY)
+    seconds = CPU.send_s(sum(moved.lacking_bytes.values()), crosses_nodes=False)
     assert prediction.transfer_s[NAME] == pytest.approx(seconds / every_steps)
 
 

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, divisors
 from realhf.geometry.parameters import decoder_parameters
+from realhf.realloc.plan.broadcast_chain import node_of
+from realhf.realloc.plan.planner import ReallocationPlan
 
 
 @st.composite
@@ -35,6 +37,15 @@ def layouts(draw: st.DrawFn, model: DecoderConfig) -> Layout:
         chunks=draw(st.integers(1, model.num_layers // pp)) if pp > 1 else 1,
     )
     return Layout(DeviceMesh(draw(st.integers(0, 8)), strategy.size), strategy)
+
+
+def network_bytes(plan: ReallocationPlan, devices_per_node: int | None) -> int:
+    """Bytes that cross from one node to another; the other sent bytes stay within a node."""
+    return sum(
+        each.load.elements * plan.element_bytes
+        for each in plan.transfers
+        if node_of(each.target, devices_per_node) != node_of(each.source, devices_per_node)
+    )
 
 
 def global_state(model: DecoderConfig) -> dict[str, np.ndarray]:

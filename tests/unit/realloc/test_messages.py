@@ -12,6 +12,7 @@ from realhf.realloc.plan.cells import Cell, cells_of
 from realhf.realloc.plan.parcels import Load, Parcel, parcels_of
 from realhf.realloc.plan.planner import DeviceRound, plan_between, plan_reallocation
 from realhf.realloc.plan.rounds import Rounds, Transfer
+from tests.unit.realloc.layouts import network_bytes
 
 
 def rows(start: int, end: int, name: str = "p") -> Box:
@@ -317,7 +318,7 @@ def test_what_a_device_does_in_the_rounds_that_concern_it() -> None:
         (0, {}, {0: (a,)}, False),
         (1, {2: (a,)}, {2: (b,)}, True),
     ]
-    assert (plan.element_bytes, plan.bucket_bytes, plan.devices_per_node) == (2, 8, None)
+    assert (plan.element_bytes, plan.bucket_bytes) == (2, 8)
     assert plan.sent_bytes == {0: 8, 1: 4, 2: 4, 3: 8}
     assert plan.received_bytes == {1: 8, 2: 8, 4: 8}
 
@@ -365,7 +366,7 @@ def test_buckets_hold_an_element_at_least_and_64_mebibytes_by_default() -> None:
     with pytest.raises(ValueError, match=r"bucket_bytes=3 cannot hold one element of 4 bytes; make it larger"):
         plan_reallocation({0: [rows(0, 2)]}, {1: [rows(0, 2)]}, bucket_bytes=3)
     plan = plan_reallocation({0: [rows(0, 2)]}, {1: [rows(0, 2)], 2: []}, 1)
-    assert (plan.element_bytes, plan.bucket_bytes, plan.devices_per_node) == (4, 64 * 2**20, 1)
+    assert (plan.element_bytes, plan.bucket_bytes) == (4, 64 * 2**20)
     assert plan.lacking_bytes == {1: 8, 2: 0}
     assert plan_reallocation({0: [rows(0, 2)]}, {}).rounds == ()
 
@@ -375,16 +376,15 @@ def test_a_plan_between_layouts_has_what_it_is_asked_for() -> None:
     one = Placement(Layout(DeviceMesh(0, 1), ParallelStrategy()))
     three = Placement(Layout(DeviceMesh(1, 3), ParallelStrategy(dp=3)))
     plan = plan_between(model, one, three)
-    assert (plan.element_bytes, plan.bucket_bytes, plan.devices_per_node) == (4, 64 * 2**20, None)
+    assert (plan.element_bytes, plan.bucket_bytes) == (4, 64 * 2**20)
     assert any(transfer.is_forwarded for transfer in plan.transfers)
     assert {transfer.target for transfer in plan.transfers} == {1, 2, 3}
     direct = plan_between(model, one, three, 2, 2, 64, False)
-    assert (direct.element_bytes, direct.bucket_bytes, direct.devices_per_node) == (2, 64, 2)
+    assert (direct.element_bytes, direct.bucket_bytes) == (2, 64)
     assert {(transfer.source, transfer.is_forwarded) for transfer in direct.transfers} == {(0, False)}
-    assert direct.lower_bound_bytes * 2 == plan.lower_bound_bytes
+    assert sum(direct.lacking_bytes.values()) * 2 == sum(plan.lacking_bytes.values())
     # Two of three copies leave the node of the devices 0 and 1.
-    assert direct.network_bytes * 3 == direct.lower_bound_bytes * 2
-    assert plan.network_bytes == 0
+    assert network_bytes(direct, 2) * 3 == sum(direct.lacking_bytes.values()) * 2
 
 
 def test_sharded_parameters_are_planned_by_what_is_held() -> None:
@@ -392,8 +392,8 @@ def test_sharded_parameters_are_planned_by_what_is_held() -> None:
     model = DecoderConfig(hidden_size=4, intermediate_size=4, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=4)
     both = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
     whole, sharded = Placement(both, "zero1"), Placement(both, "fsdp")
-    assert plan_between(model, whole, sharded).lower_bound_bytes == 0
+    assert sum(plan_between(model, whole, sharded).lacking_bytes.values()) == 0
     back = plan_between(model, sharded, whole)
     held = sum(box.size for boxes in back.local_copies.values() for box in boxes)
-    assert back.lower_bound_bytes == 4 * held > 0
+    assert sum(back.lacking_bytes.values()) == 4 * held > 0
     assert {(transfer.source, transfer.target) for transfer in back.transfers} == {(0, 1), (1, 0)}

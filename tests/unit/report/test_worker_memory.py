@@ -61,7 +61,7 @@ def test_a_far_limit_is_said_and_not_drawn() -> None:
 def test_of_many_workers_the_fullest_are_shown() -> None:
     many = plan_of(100, memory=[{"devices": [0, 100], "static_bytes": 0, "peak_bytes": 0}])
     text = memory_section(many, [line(1, *range(1, 101))])
-    assert f"Of 100 workers the {MAX_ROWS} fullest are shown." in text
+    assert f"The {MAX_ROWS} fullest of 100 workers are shown." in text
     assert '"worker 99"' in text
     assert '"worker 67"' not in text
 

@@ -53,8 +53,6 @@ def value(work: int, place: int, number: float = 1.0) -> Value:
 class Scripted:
     """A process whose answers are given: lists of messages, or an error."""
 
-    pid = 7
-
     def __init__(self, answers: list[Any]):
         self.answers, self.sent, self.deadlines = answers, [], []  # type: ignore[var-annotated]
         self.kills = self.stops = 0
@@ -128,7 +126,7 @@ def test_what_an_ended_process_has_left_is_done_again(
     ]
     assert numbers(one, reward) == {0: 1}
     assert process.stops == 1
-    assert driver.pid is None
+    assert driver._process is None
     assert "reward process 3: it was killed; another one takes its place" in caplog.text
 
 
@@ -250,7 +248,7 @@ def test_an_answer_to_nothing_is_an_error_of_the_job() -> None:
     with pytest.raises(RewardError, match=r"^reward process 3 sent NotLoaded, which answers nothing$"):
         one.wait(0)
     assert process.stops == 1
-    assert driver.pid is None
+    assert driver._process is None
 
 
 def test_a_job_that_is_settled_gives_back_what_is_left() -> None:
@@ -397,15 +395,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_a_driver_starts_a_process_where_there_is_none(started: list[tuple[Any, ...]]) -> None:
     log = io.BytesIO()
     driver = Driver("reward process 0", BEGIN, queue.SimpleQueue(), log)
-    assert (driver.pid, driver.daemon, driver.name) == (None, True, "reward process 0")
+    assert (driver._process, driver.daemon, driver.name) == (None, True, "reward process 0")
     process = driver._start()
     assert started == [(process, "reward process 0", BEGIN, log)]
     assert driver._start() is process
     assert driver._functions == [ONE]
-    assert driver.pid == 7
+    assert driver._process is process
     driver._stop()
     assert process.stops == 1  # type: ignore[attr-defined]
-    assert driver.pid is None
+    assert driver._process is None
     driver._stop()
     again = driver._start()
     assert again is not process

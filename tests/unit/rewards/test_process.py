@@ -42,7 +42,7 @@ def test_a_call_for_one_sample(serve: Callable[..., Served], stopped: None) -> N
     served = serve(reward)
     work = Work(3, 0, of("abc"))
     for place in (1, 2):
-        served.server._score_one(work, place, served.server._rewards[0])
+        served.server._score(work, (place,))
         assert served.server._now is None
     assert calls == [("b", work, (1,)), ("c", work, (2,))]
     assert served.said() == [Value(3, 1, None, TOOK_S), Value(3, 2, 0.5, TOOK_S)]
@@ -58,7 +58,7 @@ def test_a_call_that_fails_for_one_sample(serve: Callable[..., Served], stopped:
 
     served = serve(reward)
     for place in (0, 1):
-        served.server._score_one(Work(3, 0, of("ab")), place, served.server._rewards[0])
+        served.server._score(Work(3, 0, of("ab")), (place,))
         assert served.server._now is None
     raised, nan = served.said()
     assert (raised.work, raised.places, raised.kind, raised.seconds) == (3, [0], "exception", TOOK_S)
@@ -139,7 +139,7 @@ def test_a_call_for_a_batch(how: str, serve: Callable[..., Served], stopped: Non
     served: list[Served] = []
     served.append(serve(batch(function, served, calls)))
     server = served[0].server
-    server._score_batch(Work(5, 0, of(responses)), server._rewards[0])
+    server._score(Work(5, 0, of(responses)), range(len(responses)))
     assert server._now is None
     assert calls == [(list(texts), places) for texts, places in asked]
     assert without_places(served[0].said()) == said
@@ -321,7 +321,7 @@ def test_async_calls_of_one_sample(serve: Callable[..., Served], stopped: None) 
         return None if response == "n" else 1.5
 
     served, work = serve(reward), Work(5, 0, of("axn"))
-    assert done(served, work) == [(work, 0), (work, 1), (work, 2)]
+    assert done(served, work) == [(work, (0,)), (work, (1,)), (work, (2,))]
     assert sorted(without_places(served.said()), key=lambda one: getattr(one, "place", 1)) == [
         Value(5, 0, 1.5, 0.0),
         Failed(5, [1], "exception", "KeyError: 'x'", 0.0),
@@ -355,7 +355,7 @@ def test_async_calls_of_a_batch(how: str, serve: Callable[..., Served], monkeypa
 
     monkeypatch.setattr(server, "_call", call)
     monkeypatch.setattr(asyncio, "gather", one_by_one)
-    asyncio.run(server._do_batch(work))
+    asyncio.run(server._score_async(work, range(len(responses))))
     assert calls == [list(texts) for texts, _ in asked]
     assert without_places(served.said()) == said
 
@@ -365,7 +365,7 @@ def test_a_batch_is_one_task(serve: Callable[..., Served], stopped: None) -> Non
         return [1.0] * len(completions)
 
     served, work = serve(reward), Work(5, 0, of("abc"))
-    assert done(served, work) == [(work, -1)]
+    assert done(served, work) == [(work, range(3))]
     assert served.said() == [Value(5, place, 1.0, 0.0) for place in range(3)]
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from realhf.rewards.messages import (
     Failed,
     Work,
 )
-from realhf.rewards.process import _Now, _Server, _told, end_group, end_with, main
+from realhf.rewards.process import _kind_and_text, _Now, _Server, end_group, end_with, main
 from tests.unit.rewards.conftest import EndedError, Served
 from tests.unit.rewards.samples import of
 from tests.unit.rewards.test_process import without_places
@@ -93,19 +93,19 @@ def test_calls_with_a_short_limit_are_looked_at_more_often(
     assert watched(server, monkeypatch, looks=3)[1] == [0.5] * 3
 
 
-@pytest.mark.parametrize(("place", "places"), [(-1, [0, 1, 2]), (0, [0]), (2, [2])])
+@pytest.mark.parametrize("places", [range(3), (2,)])
 def test_the_async_call_that_runs_is_given_up(
-    place: int, places: list[int], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+    places: Sequence[int], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, work, task = serve().server, Work(0, 0, of("abc")), object()
     given_up: list[Any] = []
     asked: list[Any] = []
     monkeypatch.setattr(asyncio, "current_task", lambda loop: (asked.append(loop), task)[1])
-    monkeypatch.setattr(server, "_give_up", lambda work, places, thread: given_up.append((work, list(places), thread)))
+    monkeypatch.setattr(server, "_give_up", lambda work, places, thread: given_up.append((work, places, thread)))
     server._loop = "loop"  # type: ignore[assignment]
     server._give_up_loop()
     assert given_up == []  # it is none of the calls
-    server._tasks = {task: (work, place)}  # type: ignore[dict-item]
+    server._tasks = {task: (work, places)}  # type: ignore[dict-item]
     server._give_up_loop()
     assert given_up == [(work, places, None)]
     assert asked == ["loop"] * 2
@@ -152,7 +152,7 @@ def deep(depth: int) -> None:
 def test_an_exception_is_told_with_its_last_places() -> None:
     with pytest.raises(ValueError, match="deep") as caught:
         deep(5)
-    kind, text = _told(caught.value)
+    kind, text = _kind_and_text(caught.value)
     first, *places = text.splitlines()
     line = deep.__code__.co_firstlineno
     assert (kind, first) == ("exception", "ValueError: deep")
@@ -177,12 +177,12 @@ def test_an_exception_that_has_no_text() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert _told(BadError())[0] == "exception"
-    assert _told(BadError())[1].endswith(("BadError", "<exception str() failed>"))
+    assert _kind_and_text(BadError())[0] == "exception"
+    assert _kind_and_text(BadError())[1].endswith(("BadError", "<exception str() failed>"))
 
 
 def test_the_limit_is_told() -> None:
-    assert _told(module._TooLongError(), 2.5) == ("time", "the call took more than timeout_s=2.5 s")
+    assert _kind_and_text(module._TooLongError(), 2.5) == ("time", "the call took more than timeout_s=2.5 s")
 
 
 # --- the process

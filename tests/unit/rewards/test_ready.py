@@ -275,12 +275,12 @@ def test_unit_tests_without_tests() -> None:
 
 
 def test_what_the_kernel_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("realhf.rewards.unit_tests.what_is_lacking", lambda: ["no one", "no other"])
+    monkeypatch.setattr("realhf.rewards.unit_tests.missing_protections", lambda: ["no one", "no other"])
     monkeypatch.setattr("realhf.rewards.unit_tests.run_tests", lambda *given: [""])
-    unit_tests_module._say_what_is_lacking.cache_clear()
+    unit_tests_module._warn_of_missing_protections.cache_clear()
     for _ in range(2):
         assert reward("unit_tests", "p", tests="a") == 1
-    unit_tests_module._say_what_is_lacking.cache_clear()
+    unit_tests_module._warn_of_missing_protections.cache_clear()
     assert [record.getMessage() for record in caplog.records] == ["unit tests: no one", "unit tests: no other"]
 
 
@@ -302,15 +302,3 @@ def test_the_listed_tests_a_column() -> None:
     assert listed_tests('"a"') == ['"a"']
     assert listed_tests(["a", None, 3, "\n", "b"]) == ["a", "b"]
     assert listed_tests("  ") == []
-
-
-def test_the_list_of_ready_functions() -> None:
-    lines = ready.describe().splitlines()
-    assert len(lines) == len(ready.READY)
-    assert lines[0] == (
-        "ready:exact_match(column='answer', strip=True, collapse_spaces=False, ignore_case=False)  "
-        "1 if the response is the text of `column`, else 0."
-    )
-    assert lines[-1] == (
-        "ready:overlong(max_tokens, cache_tokens)  DAPO's punishment of long responses, see `soft_overlong_punishment`."
-    )

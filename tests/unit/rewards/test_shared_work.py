@@ -37,8 +37,6 @@ class Drivers:
         drivers = self
 
         class Driver:
-            pid = len(drivers.made) or None
-
             def start(self) -> None:
                 drivers.calls.append(("start", name))
 
@@ -106,7 +104,6 @@ def test_async_functions_share_a_process_and_others_have_as_many_as_asked_for(
     by_form = {one.is_async: different[-1] if one.is_async else different[0] for one in functions}
     assert pool._queues == by_form
     assert pool.names == [one.name for one in functions]
-    assert pool.pids == [*range(1, len(names))]  # the first has none
 
 
 def test_what_functions_print_goes_to_the_worker_s_log(drivers: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from realhf.architecture.compute import Computation
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import load_plan
 from realhf.engine.backend import ModelSpec
-from realhf.models.checkpoint import save_model
 from realhf.models.checkpoint_index import STEPS_KEY
 from realhf.rundir.run import Run, RunSpec, load_experiment_class
 from realhf.worker import model_worker
 from realhf.worker.model_worker import ModelWorker
+from tests.unit.checkpoints import save_model
 from tests.unit.models.test_checkpoint import MODEL, random_state
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,6 +1,6 @@
 """A second miniature task, with a tokenizer of many letters a token: `reverse lomina ->` is answered ` animol`.
 
-`python -m realhf.data.reverse_task DIR --seed 0` writes
+`python -m benchmarks.lib.reverse_task DIR --seed 0` writes
 
     tokenizer/          tokenizer.json (byte-level BPE of 512 tokens) and tokenizer_config.json
     sft.jsonl           prompt, answer
@@ -100,4 +100,4 @@ def _described(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    make_by_command("realhf.data.reverse_task", "runs/reverse", ensure, _described)
+    make_by_command("benchmarks.lib.reverse_task", "runs/reverse", ensure, _described)

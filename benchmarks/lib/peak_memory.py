@@ -1,4 +1,4 @@
-"""Knows tensors by their storage, and counts their bytes while they live."""
+"""Counts the bytes of tensors while they live."""
 
 import weakref
 from typing import Any
@@ -7,10 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
-def storage_id(tensor: Tensor) -> int:
-    """What is the same for all views of one vector, and no other's while it lives, with memory or without."""
-    return tensor.untyped_storage()._cdata
+from realhf.engine.residency.offload import storage_id
 
 
 class PeakMemory(TorchDispatchMode):
