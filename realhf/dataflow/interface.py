@@ -34,9 +34,6 @@ class InterfaceConfig:
 
     implementation: ClassVar[str]
 
-    sequence_keys: ClassVar[tuple[str, ...]] = ()
-    """For the planner: the input keys whose tokens the model reads; empty: a prompt and its response."""
-
     recordable: ClassVar[tuple[str, ...]] = ()
     """Further outputs that its calls can make if the run records them (`--record`)."""
 
@@ -52,6 +49,12 @@ class InterfaceConfig:
     def read_files(self) -> tuple[str, ...]:
         """Files of the user's that its calls read, such as functions; a run does not go on with others than it began
         with. A property of that name overrides it."""
+        return ()
+
+    @property
+    def sequence_keys(self) -> tuple[str, ...]:
+        """For the planner: the input keys whose tokens the model reads; empty: a prompt and its response. A class
+        attribute or a property of that name overrides it."""
         return ()
 
     @property

@@ -50,7 +50,7 @@ class ScriptCall(InterfaceConfig):
         return (*self.outputs, *self.columns[len(self.outputs) :])
 
     @property
-    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]  # of each call, not of the class
+    def sequence_keys(self) -> tuple[str, ...]:
         return _sequence_keys([(self.batch, SEQUENCES["rollout"])])
 
 
@@ -134,7 +134,7 @@ class Logprobs(ScriptCall):
         return self.outputs or tuple(f"{side}ref_logprob" for side in sides)
 
     @property
-    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+    def sequence_keys(self) -> tuple[str, ...]:
         return _sequence_keys([(self.batch, SEQUENCES[self.rows])])
 
 
@@ -220,7 +220,7 @@ class Update(Term, ScriptCall):
         return (self, *self.also)
 
     @property
-    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+    def sequence_keys(self) -> tuple[str, ...]:
         return _sequence_keys((term.batch, SEQUENCES[term.rows]) for term in self.terms)
 
 
@@ -234,7 +234,7 @@ class Measure(Term, ScriptCall):
     prefix: str = ""
 
     @property
-    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+    def sequence_keys(self) -> tuple[str, ...]:
         return _sequence_keys([(self.batch, SEQUENCES[self.rows])])
 
 
@@ -251,7 +251,7 @@ class OwnMethod(ScriptCall):
     keywords: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def sequence_keys(self) -> tuple[str, ...]:  # type: ignore[override]
+    def sequence_keys(self) -> tuple[str, ...]:
         return _sequence_keys([(self.batch, (*SEQUENCES["rollout"], *SEQUENCES["pairs"]))])
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 import tyro
@@ -22,6 +21,7 @@ from realhf.api.script.config import (
     OwnRule,
     Rows,
     Score,
+    ScriptCall,
     Term,
     Update,
     Values,
@@ -120,7 +120,7 @@ class ScriptModel(OptimizerConfig):
         raise script_error(f"{self._name}.{method} reads columns of the step, and was given {what}; {ROLLOUT}")
 
     def _infer(
-        self, request: Request, make: Callable[..., Any], read: SymbolicColumns, needs: Sequence[str]
+        self, request: Request, kind: type[ScriptCall], read: SymbolicColumns, needs: Sequence[str], **settings: Any
     ) -> Columns:
         """An inference call on the columns `needs` of `read`; all, where a tensor function made them."""
         trace, view = self._trace, read._view
@@ -130,7 +130,7 @@ class ScriptModel(OptimizerConfig):
         suffix = request.name or read._origin.suffix
         request = dataclasses.replace(request, name=suffix)
         keys = trace.keys(request)
-        config = make(batch=view, outputs=tuple(keys.values()), reports=trace.functions.use(view))
+        config = kind(batch=view, outputs=tuple(keys.values()), reports=trace.functions.use(view), **settings)
         trace.add(request, config, in_reading_order(view))
         return trace.result(request, keys)
 
@@ -248,14 +248,9 @@ class Policy(ScriptModel):
         is_pairs = "seq" not in known and all(side in known for side in SEQUENCES["pairs"])
         columns = tuple(f"{side}_{key}" for side in SEQUENCES["pairs"]) if is_pairs else (key,)
         request = Request(model=self._name, method="logprobs", kind=INFERENCE, outputs=columns, name=name)
-
-        def make(**settings: Any) -> Logprobs:
-            temperature = read._origin.temperature or 1.0
-            rows: Rows = "pairs" if is_pairs else "rollout"
-            return Logprobs(**settings, rows=rows, temperature=temperature, per_token=per_token)
-
-        needs = ("prompt", *SEQUENCES["pairs"]) if is_pairs else ("prompt", "seq")
-        return self._infer(request, make, read, needs)
+        rows: Rows = "pairs" if is_pairs else "rollout"
+        settings = {"rows": rows, "temperature": read._origin.temperature or 1.0, "per_token": per_token}
+        return self._infer(request, Logprobs, read, ("prompt", *SEQUENCES[rows]), **settings)
 
     def update(
         self,
@@ -311,7 +306,7 @@ class RewardModel(ValueModel):
         read = self._columns(rollout, "score")
         mean = "_".join(filter(None, (read._origin.suffix, self._name, "mean")))
         statistics = (mean,) if self._trace.is_evaluation else ()
-        return self._infer(request, partial(Score, statistics=statistics), read, ("seq",))
+        return self._infer(request, Score, read, ("seq",), statistics=statistics)
 
 
 def in_reading_order(view: View) -> list[str]:
@@ -355,14 +350,17 @@ class _BoundMethod:
             protocol=made.protocol,
             mini_batches=model._trace.mini_batches if made.kind is TRAIN_STEP else 1,
         )
-        kind = OwnMethod if made.uses_model else OwnRule
-
-        def make(**settings: Any) -> OwnMethod:
-            named = tuple(keywords.items())
-            return kind(**settings, function=made.function, makes=made.outputs, arguments=arguments, keywords=named)
-
         read = model._columns(batch, made.method)
-        return model._infer(request, make, read, [name for name, _ in read._view.columns])
+        return model._infer(
+            request,
+            OwnMethod if made.uses_model else OwnRule,
+            read,
+            [name for name, _ in read._view.columns],
+            function=made.function,
+            makes=made.outputs,
+            arguments=arguments,
+            keywords=tuple(keywords.items()),
+        )
 
 
 def model_method(
