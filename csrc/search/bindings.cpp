@@ -357,7 +357,7 @@ PYBIND11_MODULE(_search, module) {
                 return lower_bound(problem, chosen, limit);
             },
             "on the step time of all plans with these options (-1: any); infinity if it is above the limit",
-            py::arg("chosen"), py::arg("limit") = std::numeric_limits<double>::infinity())
+            py::arg("chosen"), py::arg("limit") = kInfinity)
         .def("smallest_plan", [](const Problem& problem, std::uint64_t seed) { return smallest_plan(problem, seed); });
 
     py::class_<Table>(module, "Table",

@@ -8,7 +8,6 @@
 namespace realhf::search {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kRounds = 3;             // of fixing orders
 constexpr double kRounding = 1 - 1e-12;  // quotients round; a bound must not be above what it bounds
 

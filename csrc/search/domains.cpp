@@ -2,13 +2,11 @@
 #include "domains.h"
 
 #include <algorithm>
-#include <limits>
 #include <map>
 
 namespace realhf::search {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::size_t kMaxTable = 400'000'000;  // pairs looked at; beyond, transfers between meshes count nothing
 
 void widen(Outlook& outlook, const Outlook& other) {
@@ -46,7 +44,7 @@ std::size_t count(const std::vector<std::vector<int>>& groups) {
 
 Groups::Groups(const Problem& problem, const std::vector<double>& prices)
     : problem_(problem), prices_(prices), sizes_(problem.calls.size()), meshes_(problem.calls.size()), mesh_of_(problem.calls.size()),
-      transfers_of_(problem.calls.size()) {
+      transfers_of_(problem.transfers_of_calls()) {
     for (std::size_t c = 0; c < problem.calls.size(); ++c) {
         const std::vector<Option>& options = problem.calls[c].options;
         const auto fits = [&](const Option& option) {
@@ -76,9 +74,6 @@ Groups::Groups(const Problem& problem, const std::vector<double>& prices)
         }
     }
     for (const Transfer& transfer : problem.transfers) {
-        const int number = static_cast<int>(moves_.size());
-        transfers_of_[transfer.source].push_back(number);
-        if (transfer.target != transfer.source) transfers_of_[transfer.target].push_back(number);
         moves_.push_back({representatives(transfer, transfer.source, transfer.rows),
                           representatives(transfer, transfer.target, transfer.columns),
                           {}});
@@ -182,21 +177,16 @@ Move Groups::least(int transfer, const Choice& source, const Domain& target) con
     return result;
 }
 
-Move Groups::least(int transfer, const Domain& source, const Choice& target) const {
+template <typename Chosen>
+Move Groups::least(int transfer, const Domain& source, const Chosen& target) const {
     const int call = problem_.transfers[transfer].source;
     const std::size_t different = source.level == Level::option ? 1 : source.numbers.size();
     Move result = least(transfer, coarse(call, source, 0), target);
     for (std::size_t i = 1; i < different; ++i) widen(result, least(transfer, coarse(call, source, i), target));
     return result;
 }
-
-Move Groups::least(int transfer, const Domain& source, const Domain& target) const {
-    const int call = problem_.transfers[transfer].source;
-    const std::size_t different = source.level == Level::option ? 1 : source.numbers.size();
-    Move result = least(transfer, coarse(call, source, 0), target);
-    for (std::size_t i = 1; i < different; ++i) widen(result, least(transfer, coarse(call, source, i), target));
-    return result;
-}
+template Move Groups::least(int, const Domain&, const Choice&) const;
+template Move Groups::least(int, const Domain&, const Domain&) const;
 
 Move Groups::least(const Transfer& transfer, const std::vector<int>& sources, const std::vector<int>& targets) const {
     const std::vector<Option>&from = problem_.calls[transfer.source].options, &to = problem_.calls[transfer.target].options;

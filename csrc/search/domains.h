@@ -44,9 +44,9 @@ public:
 
     // The least of a transfer between two choices, or two domains.
     Move least(int transfer, const Choice& source, const Choice& target) const;
-    Move least(int transfer, const Domain& source, const Domain& target) const;
     Move least(int transfer, const Choice& source, const Domain& target) const;
-    Move least(int transfer, const Domain& source, const Choice& target) const;
+    template <typename Chosen>
+    Move least(int transfer, const Domain& source, const Chosen& target) const;
 
     // Whether a mesh need not be tried since exchanging two parts of the cluster, which changes nothing else, turns it
     // into one that is tried. `domains` are those of all calls.

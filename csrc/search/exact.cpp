@@ -14,7 +14,6 @@
 namespace realhf::search {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::int64_t kBoundsBetweenClocks = 64;
 constexpr std::size_t kJobsPerThread = 64;
 

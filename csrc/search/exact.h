@@ -13,7 +13,7 @@ namespace realhf::search {
 
 struct ExactLimits {
     std::int64_t bounds = std::numeric_limits<std::int64_t>::max();  // how many bounds may be computed, about
-    double until_s = std::numeric_limits<double>::infinity();        // on the incumbent's clock
+    double until_s = kInfinity;        // on the incumbent's clock
     const std::atomic<bool>* stop = nullptr;
     int threads = 1;
     std::function<void()> between = nullptr;  // called between two attempts; may improve the incumbent

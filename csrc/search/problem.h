@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,7 @@ constexpr int kMaxInstances = 1 << 13;  // nodes x steps of a search; the proof 
 constexpr int kMaxSimulated = 1 << 20;  // nodes x steps of one simulation
 constexpr std::size_t kMaxParents = 1024;  // of a node
 constexpr int kMaxLabel = 1 << 20;         // of communicators
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kMaxNumber = 1e18;        // of times and bytes: sums of them are finite
 
 // The node's instance of step t waits for `node` of step t - steps_back. Nodes are numbered calls first, then transfers.
@@ -164,6 +166,16 @@ struct Problem {
     const std::vector<Parent>& parents(int node) const {
         const int num_calls = static_cast<int>(calls.size());
         return node < num_calls ? calls[node].parents : transfers[node - num_calls].parents;
+    }
+
+    // [calls] the transfers from and to each.
+    std::vector<std::vector<int>> transfers_of_calls() const {
+        std::vector<std::vector<int>> result(calls.size());
+        for (int i = 0; i < static_cast<int>(transfers.size()); ++i) {
+            result[transfers[i].source].push_back(i);
+            if (transfers[i].target != transfers[i].source) result[transfers[i].target].push_back(i);
+        }
+        return result;
     }
 
     // The calls whose devices a node occupies.

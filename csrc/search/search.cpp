@@ -12,7 +12,6 @@
 namespace realhf::search {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr int kReplicas = 8;
 constexpr double kColdBeta = 300;  // in units of 1 / (time of the first plan): 1 % worse is accepted with exp(-3)
 constexpr double kHotBeta = 6;
@@ -190,7 +189,7 @@ Plan alike_plan(const Problem& problem, Plan plan, Random& random) {
     const Option& wanted = some[random.below(some.size())];
     for (std::size_t i = 0; i < plan.size(); ++i) {
         const std::vector<Option>& options = problem.calls[i].options;
-        double least = std::numeric_limits<double>::infinity();
+        double least = kInfinity;
         for (std::size_t k = 0; k < options.size(); ++k) {
             if (!options[k].same_layout(wanted) || problem.alone_bytes(options[k]) >= least) continue;
             least = problem.alone_bytes(options[k]);

@@ -57,17 +57,17 @@ public:
 
 private:
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-    std::atomic<double> cost_{std::numeric_limits<double>::infinity()};
+    std::atomic<double> cost_{kInfinity};
     mutable std::mutex mutex_;
     Plan plan_;
-    double plan_cost_ = std::numeric_limits<double>::infinity();  // of plan_, which may not fit
+    double plan_cost_ = kInfinity;  // of plan_, which may not fit
     std::vector<std::pair<double, double>> trace_;
 };
 
 // How far a search is, for another thread that watches it and may end it.
 struct Progress {
     std::atomic<std::int64_t> evaluations{0};
-    std::atomic<double> cost{std::numeric_limits<double>::infinity()};  // of the best plan that fits
+    std::atomic<double> cost{kInfinity};  // of the best plan that fits
     std::atomic<bool> stop{false};
 
     void offer(double found) {
@@ -78,7 +78,7 @@ struct Progress {
 
 struct HeuristicLimits {
     std::int64_t evaluations = std::numeric_limits<std::int64_t>::max();
-    double until_s = std::numeric_limits<double>::infinity();  // on the incumbent's clock
+    double until_s = kInfinity;  // on the incumbent's clock
     const std::atomic<bool>* stop = nullptr;
     Progress* progress = nullptr;
     bool single_moves = false;  // one chain with the paper's moves, nothing else

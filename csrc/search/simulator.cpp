@@ -13,7 +13,7 @@ Simulator::Simulator(const Problem& problem, int steps)
       graph_(problem, steps),
       num_calls_(static_cast<int>(problem.calls.size())),
       num_nodes_(problem.num_nodes()),
-      transfers_of_(num_calls_),
+      transfers_of_(problem.transfers_of_calls()),
       placed_(num_calls_, -1),
       meshes_(num_calls_, Mesh{0, 0}),
       overlaps_(num_calls_ + 1, 0),
@@ -29,12 +29,6 @@ Simulator::Simulator(const Problem& problem, int steps)
         first_place_.push_back(places.front());
         second_place_.push_back(places.back());
     }
-    for (int i = 0; i < static_cast<int>(problem.transfers.size()); ++i) {
-        transfers_of_[problem.transfers[i].source].push_back(i);
-        if (problem.transfers[i].target != problem.transfers[i].source) {
-            transfers_of_[problem.transfers[i].target].push_back(i);
-        }
-    }
     for (int instance = 0; instance < graph_.num_instances; ++instance) {
         node_of_.push_back(instance % num_nodes_);
         if (graph_.num_parents[instance] == 0) initially_ready_.push_back({0, instance});
@@ -48,7 +42,7 @@ Simulator::Simulator(const Problem& problem, int steps)
 void Simulator::find_least_after() {
     std::vector<double> least(num_nodes_, 0);  // transfers may be free
     for (int i = 0; i < num_calls_; ++i) {
-        least[i] = std::numeric_limits<double>::infinity();
+        least[i] = kInfinity;
         for (const Option& option : problem_.calls[i].options) least[i] = std::min(least[i], option.time);
     }
     least_after_.assign(graph_.num_instances, 0);
@@ -137,7 +131,7 @@ double Simulator::run(double limit, Trace* trace) {
         last_end_[first] = end;
         last_end_[second] = end;
         makespan = std::max(makespan, end);
-        if (end + least_after_[current.instance] > limit) return std::numeric_limits<double>::infinity();
+        if (end + least_after_[current.instance] > limit) return kInfinity;
         ++taken;
         if (trace) {
             note(*trace, current.instance, start, end);
@@ -190,7 +184,7 @@ std::vector<Event> Simulator::trace(const Plan& plan, const std::vector<std::pai
         });
         last[first_place_[node]] = last[second_place_[node]] = instance;
     }
-    run(std::numeric_limits<double>::infinity(), &trace);
+    run(kInfinity, &trace);
     if (static_cast<int>(trace.events.size()) < graph_.num_instances) throw std::invalid_argument("the order breaks an edge");
     return std::move(trace.events);
 }

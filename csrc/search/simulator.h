@@ -39,7 +39,7 @@ public:
     Simulator(const Problem& problem, int steps);
 
     // Time until the last node has ended; infinity as soon as that is known to be above `limit`.
-    double makespan(const Plan& plan, double limit = std::numeric_limits<double>::infinity());
+    double makespan(const Plan& plan, double limit = kInfinity);
 
     // The largest need of a device: the static bytes of all calls placed on it, plus the largest dynamic need of one;
     // communicators, each once; and what it takes to send copies.

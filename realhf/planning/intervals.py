@@ -11,7 +11,6 @@ import numpy as np
 from realhf.dataflow.plan import CallPlan, Intervals
 from realhf.planning.model.experience import CallError, expected
 from realhf.planning.model.gaussian import covariance_of, square_root, standard_draws
-from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.timings import Costs
 from realhf.planning.predict import Prediction, problem_of, sequence_of
 from realhf.planning.problem.native import native_problem, simulate
@@ -65,7 +64,7 @@ class Draws:
         calls = {name: self._call_s(name, call) for name, call in plan.calls.items()}
         of_beside = expected((), "", "", self.task.costs.hardware.sureness.call_error)
         beside = {name: seconds * self._error(name, "", of_beside) for name, seconds in plan.beside.items()}
-        problem = self._problem(self.task, prediction)
+        problem = problem_of(self.task, plan)
         durations = [calls[call.name] for call in problem.calls]
         changes = {name: self._transfers(prediction, name) for name in self._of_transfers(prediction)}
         for number, transfer in enumerate(problem.transfers):
@@ -122,12 +121,8 @@ class Draws:
         """(the power of the constant that a part of the time is proportional to, the seconds of all transfers with the
         constant doubled)."""
         power = -1 if name.endswith("bandwidth") else 1
-        doubled = self._problem(with_factors(self.task, [name], [2.0]), prediction)
+        doubled = problem_of(with_factors(self.task, [name], [2.0]), prediction.plan)
         return power, [transfer.seconds[0] for transfer in doubled.transfers]
-
-    def _problem(self, task: PlanningTask, prediction: Prediction) -> Problem:
-        in_flight = prediction.plan.max_steps_in_flight
-        return problem_of(task.varied(max_steps_in_flight=in_flight), prediction.plan, reallocations=Reallocation.table)
 
 
 @dataclass(frozen=True)

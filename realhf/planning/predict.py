@@ -17,11 +17,9 @@ from realhf.planning.problem.native import (
     NativeProblem,
     device_needs,
     native_problem,
-    reallocation_table,
     simulate,
 )
 from realhf.planning.problem.tables import Problem
-from realhf.planning.problem.transfers import ReallocationTable
 from realhf.planning.task import PlanningTask
 
 Order = tuple[OrderEntry, ...]
@@ -63,8 +61,7 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
             f"the plan is for {plan.num_devices} devices but the cluster has {task.cluster.num_devices}; "
             "give a larger cluster or make a plan for this one with `realhf plan`"
         )
-    in_flight = plan.max_steps_in_flight
-    problem = problem_of(task.varied(max_steps_in_flight=in_flight), plan, reallocations=Reallocation.table)
+    problem = problem_of(task, plan)
     native, choice = native_problem(problem), [0] * len(problem.calls)
     events = simulate(native, choice, problem.steps, sequence_of(plan, task.graph, problem))
     step_s = max(event.end_s for event in events) / problem.steps
@@ -83,13 +80,11 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
     )
 
 
-def problem_of(
-    task: PlanningTask, plan: ExecutionPlan, reallocations: ReallocationTable = reallocation_table
-) -> Problem:
-    """The tables of a plan's own options: one for each call."""
+def problem_of(task: PlanningTask, plan: ExecutionPlan) -> Problem:
+    """The tables of a plan's own options, one for each call, with its models in host memory and steps in flight."""
     options = {name: [option_of(call)] for name, call in plan.calls.items()}
-    within = task.varied(offload=plan.offload)
-    return build_problem(within, options, reallocations=reallocations, copies=plan.copies)
+    within = task.varied(offload=plan.offload, max_steps_in_flight=plan.max_steps_in_flight)
+    return build_problem(within, options, reallocations=Reallocation.table, copies=plan.copies)
 
 
 def predict_in_best_order(task: PlanningTask, plan: ExecutionPlan) -> Prediction:

@@ -11,6 +11,7 @@ import msgspec
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
+from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
@@ -269,12 +270,16 @@ def offloads(task: PlanningTask) -> list[tuple[str, ...]]:
     Devices that share the host's memory would gain nothing."""
     if not task.may_offload or task.cluster.hardware.shares_host_memory or task.searched != "all":
         return [task.offload]
-    graph = task.graph
+    return list(dict.fromkeys([task.offload, *models_that_can_wait(task.graph)]))
+
+
+def models_that_can_wait(graph: DataflowGraph) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """In host memory: the models that nobody trains, which only come and never go; and all but those that follow
+    another."""
     trained = {call.model_name for call in graph.model_calls.values() if call.trains}
     followers = {follow.target for follow in graph.follows.values()}
     everything = tuple(model for model in graph.models if model not in followers)
-    resting = tuple(model for model in everything if model not in trained)
-    return list(dict.fromkeys([task.offload, resting, everything]))
+    return tuple(model for model in everything if model not in trained), everything
 
 
 def _needed_offload(task: PlanningTask, prediction: Prediction) -> tuple[str, ...]:

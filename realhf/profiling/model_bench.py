@@ -68,8 +68,8 @@ class Stopwatch:
         self._spreads.append(spread_of(taken))
         return self._combine(statistics.median(taken), work, slowest)
 
-    def seconds_and_rest(self, part: Work | None, whole: Work | None) -> tuple[float, float]:
-        """(seconds of `part`, seconds of `whole` beyond it), means over the ranks that work.
+    def seconds_and_rest(self, part: Work | None, whole: Work | None, *, slowest: bool = False) -> tuple[float, float]:
+        """(seconds of `part`, seconds of `whole` beyond it), means over the ranks that work, or maxima (`slowest`).
 
         The two are read in turns, and the rest is the median of the differences: other work of the machine comes and
         goes, and disturbs both readings of a turn alike. On a busy machine the rest may still be lost in noise, even
@@ -80,20 +80,7 @@ class Stopwatch:
         self._spreads.append(spread_of([both for _, both in turns]))
         part_s = statistics.median(one for one, _ in turns)
         rest_s = statistics.median(both - one for one, both in turns)
-        return self._combine(part_s, part), self._combine(rest_s, whole)
-
-    def seconds_of_both(self, first: Work | None, second: Work | None) -> tuple[float, float]:
-        """(seconds of `first`, how much longer `second` takes), of the slowest rank; read in turns, as above.
-
-        The difference of two works of nearly the same length may come out negative: noise.
-        """
-        loops, readings = self._effort(second)
-        turns = [(self._read(first, loops), self._read(second, loops)) for _ in range(readings)]
-        first_s, longer_s = (
-            statistics.median(one for one, _ in turns),
-            statistics.median(two - one for one, two in turns),
-        )
-        return self._combine(first_s, first, slowest=True), self._combine(longer_s, second, slowest=True)
+        return self._combine(part_s, part, slowest), self._combine(rest_s, whole, slowest)
 
     def largest(self, value: float) -> float:
         """The largest of all ranks' values."""

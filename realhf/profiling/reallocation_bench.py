@@ -54,7 +54,7 @@ def reallocation(
         works.append(_move(whole, pair, table, rank) if pair and whole else None)
         held_bytes = sum(box.size for box, _ in whole.residency.held()) * dtype.itemsize if whole else 0
         size_bytes.append(watch.largest(held_bytes))
-    few_s, gained_s = watch.seconds_of_both(*works)
+    few_s, gained_s = watch.seconds_and_rest(*works, slowest=True)
     return fitted(few_s, gained_s, size_bytes[0], size_bytes[1] - size_bytes[0])
 
 

@@ -16,7 +16,7 @@ from realhf.planning.options import Option, options_on, pool_meshes, ways_to_com
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.option_rows import row_of
-from realhf.planning.search import offloads
+from realhf.planning.search import models_that_can_wait, offloads
 from realhf.planning.task import PlanningTask
 
 MAX_TIMES_NODES = 64
@@ -118,14 +118,9 @@ def _batch(task: PlanningTask) -> int | None:
 
 
 def _offload(task: PlanningTask) -> tuple[str, ...] | None:
-    """Models that nobody trains, which only come and never go, or else all but those that follow another."""
     if task.may_offload:
         return None
-    trained = {call.model_name for call in task.graph.model_calls.values() if call.trains}
-    followers = {follow.target for follow in task.graph.follows.values()}
-    resting = tuple(model for model in task.graph.models if model not in trained | followers)
-    everything = tuple(model for model in task.graph.models if model not in followers)
-    return next((models for models in (resting, everything) if _fits(replace(task, offload=models))), None)
+    return next((models for models in models_that_can_wait(task.graph) if _fits(replace(task, offload=models))), None)
 
 
 def _nodes(task: PlanningTask) -> int | None:

@@ -124,8 +124,9 @@ NAMES = ("intra_node_bandwidth", "layers", "memory_bandwidth")
 
 def hinge_of(monkeypatch: pytest.MonkeyPatch, margins: Sequence[float], *, profiled: bool = False) -> list[Hinge]:
     """For a plan of 1 s and a rival of 1.1 s, which is slower by these parts at the ends of each constant."""
+    hardware = SimpleNamespace(constant=lambda name: {"intra_node_bandwidth": 1e9}.get(name, 3.0))
     costs = SimpleNamespace(
-        profiled=profiled, hardware="hardware", timings=["m", "n"], call_error=lambda model: {"m": 0.1, "n": 0.2}[model]
+        profiled=profiled, hardware=hardware, timings=["m", "n"], call_error=lambda model: {"m": 0.1, "n": 0.2}[model]
     )
     draws: Any = Ends({1.0: [1.0] * 4, 1.1: [0.9, 1.1, 1.2, 1.0]}, costs=costs)
     factors = np.array([[0.5, 1, 1], [2.0, 1, 1], [1, 0.8, 1], [1, 1.25, 1], [1, 1, 0.9], [1, 1, 1.1]])
@@ -134,7 +135,6 @@ def hinge_of(monkeypatch: pytest.MonkeyPatch, margins: Sequence[float], *, profi
     monkeypatch.setattr(hinge_module, "at_ends", lambda task: ends if task is draws.task else None)
     monkeypatch.setattr(hinge_module, "doubt_of", lambda of: doubt if of is costs else None)
     monkeypatch.setattr(hinge_module, "PARTS", ("layers",))
-    monkeypatch.setattr(hinge_module, "constant", lambda hardware, name: {"intra_node_bandwidth": 1e9}.get(name, 3.0))
     monkeypatch.setattr(hinge_module, "measurement_of", lambda name: f"of {name}")
     return hinges(draws, predicted(1.0), {"rival": predicted(1.1)})
 

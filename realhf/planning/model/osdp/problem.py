@@ -273,15 +273,6 @@ class OsdpPlan:
         states = -(-states // problem.parts_per_byte)
         return states + gather + problem.extra_bytes + self.batch * problem.bytes_per_sample
 
-    @cached_property
-    def added_s(self) -> float:
-        """Communication of a step beyond that of all operators in the first of the modes."""
-        problem, first = self.problem, self.problem.modes[0]
-        return sum(
-            count * (problem.slice_seconds(op, mode) - problem.slice_seconds(op, first))
-            for op, mode, count in self.counts()
-        )
-
 
 def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
     """The modes, and the batch out of `batches`, with the least seconds per sample, of problems that differ in the

@@ -1,5 +1,6 @@
 """The table of a choice of modes: operators that are alike in one row, with modes, seconds and bytes."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ NAMES: dict[Mode, str] = {"replicated": "all replicated", "zero1": "all ZeRO-1",
 COLUMNS = ("operator", "modes", "ms", "MiB")
 PLAN_COLUMNS = ("plan", "batch", "step s", "comm. s", "samples/s", "GiB", "ratio")
 MIB = 2**20
+_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that is a number
 WIDEST_NAME = 32  # with the other columns, a table of at most 100
 
 
@@ -54,7 +56,7 @@ def operator_rows(plan: OsdpPlan) -> list[OperatorRow]:
             for mode, count in zip(problem.modes, row, strict=True)
             if count
         )
-        groups.setdefault((_without_layer(op.name), modes), []).append((op.name, seconds, size))
+        groups.setdefault((_LAYER.sub("{}", op.name, count=1), modes), []).append((op.name, seconds, size))
     return [
         OperatorRow(
             operators=_joined([name for name, _, _ in members]),
@@ -112,25 +114,9 @@ def aligned(rows: Sequence[Sequence[str]], words: int) -> Iterable[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _layer(name: str) -> int | None:
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
-
-
-def _without_layer(name: str) -> str:
-    """The name with its first number left open."""
-    layer = _layer(name)
-    return name if layer is None else ".".join(_replaced(name, "{}"))
-
-
-def _replaced(name: str, text: str) -> list[str]:
-    parts = name.split(".")
-    place = next(i for i, part in enumerate(parts) if part.isdecimal())
-    return [*parts[:place], text, *parts[place + 1 :]]
-
-
 def _joined(names: Sequence[str]) -> str:
     """Names that differ in their first number as one: `layers.0-3,5.up`."""
-    layers = [layer for name in names if (layer := _layer(name)) is not None]
+    layers = [int(found[0]) for name in names if (found := _LAYER.search(name))]
     if not layers or len(names) == 1:
         return names[0]
     ranges: list[tuple[int, int]] = []
@@ -140,4 +126,4 @@ def _joined(names: Sequence[str]) -> str:
         else:
             ranges.append((layer, layer))
     text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-    return ".".join(_replaced(names[0], text))
+    return _LAYER.sub(text, names[0], count=1)
