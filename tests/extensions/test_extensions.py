@@ -1,6 +1,6 @@
 """What it takes to extend the system: each patch of this folder adds one thing, in few files, and then it is there.
 
-A patch whose context has changed is made anew: make the change, and `git diff -U1 realhf > tests/extensions/NAME.patch`.
+A patch whose context has changed is made anew: `git diff -U1 realhf > tests/extensions/NAME.patch`.
 """
 
 import json
