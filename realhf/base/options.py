@@ -10,6 +10,8 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
+from typing_extensions import Doc
+
 from realhf.base.numbers import check_range
 
 # Headings of an experiment's fields in the help, in its order.
@@ -27,10 +29,10 @@ HEADINGS = (
 
 
 @dataclass(frozen=True)
-class Option:
-    """What is declared of an option.
+class Option(Doc):
+    """What is declared of an option; tyro shows it in its own help too.
 
-    help: what it does. The help of a command adds the default, unless the text names one.
+    documentation: what it does. The help of a command adds the default, unless the text names one.
     range: the least and the largest number; None: no bound on that side.
     unit: of the number, for errors.
     metavar: stands for the value in the help.
@@ -39,7 +41,7 @@ class Option:
     is_list: one option takes several values; other tuples are options that may be repeated.
     """
 
-    help: str
+    documentation: str
     _: KW_ONLY
     range: tuple[float | None, float | None] = (None, None)
     unit: str = ""

@@ -38,7 +38,7 @@ class Command(argparse.ArgumentParser):
         title = option.group or "options"
         if title not in self._headings:
             self._headings[title] = self.add_argument_group(title)
-        text, choices = option.help, [str(choice) for choice in settings.get("choices", ())]
+        text, choices = option.documentation, [str(choice) for choice in settings.get("choices", ())]
         if choices and len(flag) + len(",".join(choices)) > _LEFT_COLUMN - 7:
             text, settings["metavar"] = f"{text}: {', '.join(choices)}", "KIND"
         if said:

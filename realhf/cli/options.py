@@ -24,7 +24,7 @@ def add_options(command: Command, of: type, *, group: str = "", shows_all: bool 
     are common. Those that are not given leave nothing among the parsed arguments."""
     for one in options_in(of).values():
         kind = Common if shows_all else type(one.option)
-        option = kind(one.option.help, group=group or one.option.group)
+        option = kind(one.option.documentation, group=group or one.option.group)
         command.add(one.flag, option, default_text(one), default=argparse.SUPPRESS, **_settings(one))
 
 
@@ -45,7 +45,7 @@ def _settings(one: OptionField) -> dict[str, Any]:
 def default_text(one: OptionField) -> str:
     """What the help says of an option's default; empty where it has none, or its text names one."""
     default = one.default
-    if default in (None, "", (), inspect.Parameter.empty) or default is False or "default" in one.option.help:
+    if default in (None, "", (), inspect.Parameter.empty) or default is False or "default" in one.option.documentation:
         return ""
     value = "on" if default is True else f"{default:g}" if isinstance(default, float) else default
     return f"default {value}"

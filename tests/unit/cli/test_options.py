@@ -127,5 +127,5 @@ def test_a_default_in_words_is_the_default() -> None:
     """Where the help of an option names its default itself."""
     for of in (RunSpec, RecoveryRequest, ReplanRequest, PlanRequest, WhatIf, OsdpRequest, ProfileRequest, SlurmOptions):
         for name, one in options_in(of).items():
-            words = re.search(r"\(default:? ([\w.+-]+)\)", one.option.help)
+            words = re.search(r"\(default:? ([\w.+-]+)\)", one.option.documentation)
             assert not words or one.default is None or words[1] == str(one.default), f"{of.__name__}.{name}"
