@@ -7,7 +7,7 @@ from realhf.algorithms.choices import ImportanceCorrection, check_choice
 from realhf.api.generation import GenerationOptions
 from realhf.api.script.functions import TOKEN_MEAN, Reduction
 from realhf.base.errors import UserError
-from realhf.base.options import ALGORITHM, Option
+from realhf.base.options import ALGORITHM, Common, Option
 
 COEFFICIENT = (0.0, 1e6)
 
@@ -31,32 +31,20 @@ class PolicyOptions(GenerationOptions):
     """
 
     max_new_tokens: int = 256
-    epochs: Annotated[
-        int,
-        Option(
-            "passes of an update through the mini-batches of a step",
-            range=(1, 1024),
-            group=ALGORITHM,
-            is_common=True,
-        ),
-    ] = 1
+    HEADING = ALGORITHM
+
+    epochs: Annotated[int, Common("passes of an update through the mini-batches of a step", range=(1, 1024))] = 1
     entropy_coef: Annotated[
-        float,
-        Option("coefficient of the mean entropy of the tokens' distributions", range=(-1e3, 1e3), group=ALGORITHM),
+        float, Option("coefficient of the mean entropy of the tokens' distributions", range=(-1e3, 1e3))
     ] = 0.0
     importance_correction: Annotated[
-        ImportanceCorrection,
-        Option("weights for rollouts that older weights or another engine drew", group=ALGORITHM),
+        ImportanceCorrection, Option("weights for rollouts that older weights or another engine drew")
     ] = "none"
-    importance_low: Annotated[
-        float, Option("lower bound of the weights of importance_correction", range=(0, 1), group=ALGORITHM)
-    ] = 0.0
-    importance_high: Annotated[
-        float, Option("upper bound of the weights of importance_correction", range=(1, 1e6), group=ALGORITHM)
-    ] = 2.0
-    mask_truncated: Annotated[
-        bool, Option("leave out responses that were cut off at max_new_tokens", group=ALGORITHM)
-    ] = False
+    importance_low: Annotated[float, Option("lower bound of the weights of importance_correction", range=(0, 1))] = 0.0
+    importance_high: Annotated[float, Option("upper bound of the weights of importance_correction", range=(1, 1e6))] = (
+        2.0
+    )
+    mask_truncated: Annotated[bool, Option("leave out responses that were cut off at max_new_tokens")] = False
 
     @property
     def reduction(self) -> Reduction:
@@ -77,20 +65,8 @@ class ClippedOptions(PolicyOptions):
     policy that training begins with stays from 1 - clip_low to 1 + clip_high."""
 
     clip_low: Annotated[
-        float,
-        Option(
-            "the ratio to the policy that drew a token stays above 1 minus this",
-            range=(1e-6, 1),
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("the ratio to the policy that drew a token stays above 1 minus this", range=(1e-6, 1))
     ] = 0.2
     clip_high: Annotated[
-        float,
-        Option(
-            "the ratio to the policy that drew a token stays below 1 plus this",
-            range=(1e-6, 1e6),
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("the ratio to the policy that drew a token stays below 1 plus this", range=(1e-6, 1e6))
     ] = 0.2

@@ -33,7 +33,7 @@ from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
 from realhf.architecture.named import ARCHITECTURES, architecture
 from realhf.architecture.transformers_config import transformers_model
 from realhf.base.errors import RunError, UserError
-from realhf.base.options import Option, Settings
+from realhf.base.options import Common, Option, Settings
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
@@ -69,6 +69,7 @@ __all__ = [
     "TRAIN_STEP",
     "CallPlan",
     "Columns",
+    "Common",
     "ComputeConfig",
     "DType",
     "DataflowGraph",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from realhf.base.errors import UserError
-from realhf.base.options import DATA, Option, Settings
+from realhf.base.options import DATA, Common, Option, Settings
 
 TooLong = Literal["error", "drop", "truncate_left"]
 LossOn = Literal["last", "all"]
@@ -22,42 +22,32 @@ class DataOptions(Settings):
     takes tokens from the prompt's beginning, and leaves out a row whose response alone is too long.
     """
 
+    HEADING = DATA
+
     max_prompt_tokens: Annotated[
-        int | None,
-        Option("most tokens of a prompt, its begin token included", range=(1, None), group=DATA),
+        int | None, Option("most tokens of a prompt, its begin token included", range=(1, None))
     ] = None
-    max_tokens: Annotated[
-        int | None, Option("most tokens of a prompt with its response", range=(1, None), group=DATA, is_common=True)
-    ] = None
+    max_tokens: Annotated[int | None, Common("most tokens of a prompt with its response", range=(1, None))] = None
     too_long: Annotated[
-        TooLong,
-        Option(
-            "longer rows are an error, left out, or lose tokens from the prompt's beginning", group=DATA, is_common=True
-        ),
+        TooLong, Common("longer rows are an error, left out, or lose tokens from the prompt's beginning")
     ] = "error"
     end_token: Annotated[
-        str, Option("text of the token that ends a response (default: the tokenizer's)", metavar="TOKEN", group=DATA)
+        str, Option("text of the token that ends a response (default: the tokenizer's)", metavar="TOKEN")
     ] = ""
     prompt_field: Annotated[
-        str,
-        Option("column of the prompt, a text or a chat (default: found by its name)", metavar="COLUMN", group=DATA),
+        str, Option("column of the prompt, a text or a chat (default: found by its name)", metavar="COLUMN")
     ] = ""
-    messages_field: Annotated[
-        str, Option("column of a whole chat (default: found by its name)", metavar="COLUMN", group=DATA)
-    ] = ""
-    as_chat: Annotated[
-        bool, Option("make a prompt that is a text the user's turn of a chat", group=DATA, is_common=True)
-    ] = False
-    system: Annotated[str, Option("system's turn in front of chats without one", group=DATA)] = ""
+    messages_field: Annotated[str, Option("column of a whole chat (default: found by its name)", metavar="COLUMN")] = ""
+    as_chat: Annotated[bool, Common("make a prompt that is a text the user's turn of a chat")] = False
+    system: Annotated[str, Option("system's turn in front of chats without one")] = ""
     chat_template: Annotated[
         str,
         Option(
             "template in place of the tokenizer's: a file of Jinja text, the text, or the name of one of several",
             metavar="TEMPLATE",
-            group=DATA,
         ),
     ] = ""
-    chat_date: Annotated[str, Option("date that templates write as today's", metavar="DATE", group=DATA)] = DEFAULT_DATE
+    chat_date: Annotated[str, Option("date that templates write as today's", metavar="DATE")] = DEFAULT_DATE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,16 +59,11 @@ class DataOptions(Settings):
 class ExampleOptions(DataOptions):
     """The options of examples to learn from."""
 
-    response_field: Annotated[
-        str, Option("column of the response (default: found by its name)", metavar="COLUMN", group=DATA)
-    ] = ""
+    response_field: Annotated[str, Option("column of the response (default: found by its name)", metavar="COLUMN")] = ""
     text_field: Annotated[
-        str,
-        Option("column of texts that are all response (default: found by its name)", metavar="COLUMN", group=DATA),
+        str, Option("column of texts that are all response (default: found by its name)", metavar="COLUMN")
     ] = ""
-    loss_on: Annotated[
-        LossOn, Option("turns of the assistant in a chat that have the loss", group=DATA, is_common=True)
-    ] = "last"
+    loss_on: Annotated[LossOn, Common("turns of the assistant in a chat that have the loss")] = "last"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +76,8 @@ class PairOptions(DataOptions):
     """The options of preference pairs."""
 
     chosen_field: Annotated[
-        str, Option("column of the better response (default: found by its name)", metavar="COLUMN", group=DATA)
+        str, Option("column of the better response (default: found by its name)", metavar="COLUMN")
     ] = ""
     rejected_field: Annotated[
-        str, Option("column of the worse response (default: found by its name)", metavar="COLUMN", group=DATA)
+        str, Option("column of the worse response (default: found by its name)", metavar="COLUMN")
     ] = ""

@@ -26,7 +26,7 @@ from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.architecture.transformers_config import check_backend
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_fields
-from realhf.base.options import TRAINING, Option, Settings
+from realhf.base.options import TRAINING, Common, Option, Settings
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.pools import Pool
@@ -43,38 +43,30 @@ class OptimizerConfig(Settings):
 
     WHERE = "optimizer: "
 
-    lr: Annotated[
-        float, Option("learning rate after the warm-up", range=(1e-20, 1e3), group=TRAINING, is_common=True)
-    ] = 1e-4
-    beta1: Annotated[float, Option("AdamW: decay of the mean of gradients", range=(0, 1 - 1e-9), group=TRAINING)] = 0.9
-    beta2: Annotated[
-        float, Option("AdamW: decay of the mean of their squares", range=(0, 1 - 1e-9), group=TRAINING)
-    ] = 0.95
-    eps: Annotated[float, Option("AdamW: added to the root of the mean square", range=(1e-30, 1e3), group=TRAINING)] = (
-        1e-8
-    )
+    HEADING = TRAINING
+
+    lr: Annotated[float, Common("learning rate after the warm-up", range=(1e-20, 1e3))] = 1e-4
+    beta1: Annotated[float, Option("AdamW: decay of the mean of gradients", range=(0, 1 - 1e-9))] = 0.9
+    beta2: Annotated[float, Option("AdamW: decay of the mean of their squares", range=(0, 1 - 1e-9))] = 0.95
+    eps: Annotated[float, Option("AdamW: added to the root of the mean square", range=(1e-30, 1e3))] = 1e-8
     weight_decay: Annotated[
-        float, Option("AdamW: decay of the parameters, times the learning rate", range=(0, 1e3), group=TRAINING)
+        float, Option("AdamW: decay of the parameters, times the learning rate", range=(0, 1e3))
     ] = 0.0
     warmup_steps: Annotated[
-        int, Option("optimizer steps in which the learning rate rises from 0", range=(0, 10**9), group=TRAINING)
+        int, Option("optimizer steps in which the learning rate rises from 0", range=(0, 10**9))
     ] = 0
-    schedule: Annotated[
-        LearningRateSchedule, Option("course of the learning rate after the warm-up", group=TRAINING)
-    ] = "linear"
+    schedule: Annotated[LearningRateSchedule, Option("course of the learning rate after the warm-up")] = "linear"
     final_lr_ratio: Annotated[
-        float,
-        Option("learning rate at the end, as a share of the highest (linear, cosine)", range=(0, 1), group=TRAINING),
+        float, Option("learning rate at the end, as a share of the highest (linear, cosine)", range=(0, 1))
     ] = 0.1
     max_grad_norm: Annotated[
-        float, Option("gradients of a larger norm are scaled to this one", range=(1e-12, 1e12), group=TRAINING)
+        float, Option("gradients of a larger norm are scaled to this one", range=(1e-12, 1e12))
     ] = 1.0
     fp32_gradients: Annotated[
-        bool, Option("sum gradients in float32 over micro-batches and ranks, whatever the dtype", group=TRAINING)
+        bool, Option("sum gradients in float32 over micro-batches and ranks, whatever the dtype")
     ] = True
     offload_states: Annotated[
-        bool | None,
-        Option("keep optimizer states in host memory between steps (default: as the plan says)", group=TRAINING),
+        bool | None, Option("keep optimizer states in host memory between steps (default: as the plan says)")
     ] = None
 
     def run_with(self, computation: Computation) -> "OptimizerConfig":

@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 from realhf.architecture.decoding import GraphLife
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
-from realhf.base.options import GENERATION, Option, Settings
+from realhf.base.options import GENERATION, Common, Option, Settings
 
 _MAX_TOKENS = 2**31
 
@@ -28,57 +28,32 @@ class GenerationOptions(Settings):
     neighbours. Graphs of decode steps give the same tokens; kept graphs and cache take memory during training too.
     """
 
-    max_new_tokens: Annotated[
-        int,
-        Option("most tokens of a response", range=(1, _MAX_TOKENS), unit="tokens", group=GENERATION, is_common=True),
-    ]
+    HEADING = GENERATION
+
+    max_new_tokens: Annotated[int, Common("most tokens of a response", range=(1, _MAX_TOKENS), unit="tokens")]
     eos_token: Annotated[
         int | None,
-        Option(
-            "token that ends a response (-1: none; default: those of the tokenizer)",
-            range=(-1, _MAX_TOKENS),
-            group=GENERATION,
-        ),
+        Option("token that ends a response (-1: none; default: those of the tokenizer)", range=(-1, _MAX_TOKENS)),
     ] = None
-    temperature: Annotated[
-        float,
-        Option("temperature that tokens are drawn at (0: the most likely token)", group=GENERATION, is_common=True),
-    ] = 1.0
+    temperature: Annotated[float, Common("temperature that tokens are drawn at (0: the most likely token)")] = 1.0
     top_k: Annotated[
-        int,
-        Option("draw from the K most likely tokens (0: all)", range=(0, _MAX_TOKENS), unit="tokens", group=GENERATION),
+        int, Option("draw from the K most likely tokens (0: all)", range=(0, _MAX_TOKENS), unit="tokens")
     ] = 0
     top_p: Annotated[
-        float,
-        Option(
-            "draw from the fewest most likely tokens whose probabilities sum to this", range=(1e-9, 1), group=GENERATION
-        ),
+        float, Option("draw from the fewest most likely tokens whose probabilities sum to this", range=(1e-9, 1))
     ] = 1.0
-    min_new_tokens: Annotated[
-        int, Option("least tokens before the end token or a stop string ends a response", group=GENERATION)
-    ] = 0
-    stop_sequences: Annotated[
-        tuple[tuple[int, ...], ...], Option("sequences of tokens that end a response", group=GENERATION)
-    ] = ()
-    stop_strings: Annotated[
-        tuple[str, ...], Option("texts that end a response, however they are cut into tokens", group=GENERATION)
-    ] = ()
+    min_new_tokens: Annotated[int, Option("least tokens before the end token or a stop string ends a response")] = 0
+    stop_sequences: Annotated[tuple[tuple[int, ...], ...], Option("sequences of tokens that end a response")] = ()
+    stop_strings: Annotated[tuple[str, ...], Option("texts that end a response, however they are cut into tokens")] = ()
     tokenizer: Annotated[
-        str,
-        Option(
-            "tokenizer.json that turns responses into text for stop strings and answers",
-            metavar="FILE",
-            group=GENERATION,
-        ),
+        str, Option("tokenizer.json that turns responses into text for stop strings and answers", metavar="FILE")
     ] = ""
     samples_per_prompt: Annotated[
         int,
-        Option(
+        Common(
             "responses to each prompt, its group; a step has --batch-size / N prompts",
             range=(1, 2**20),
             unit="responses",
-            group=GENERATION,
-            is_common=True,
         ),
     ] = 1
     kv_cache_tokens: Annotated[
@@ -87,16 +62,11 @@ class GenerationOptions(Settings):
             "tokens of a device's KV cache; sequences wait while it is full (default: enough for all)",
             range=(1, 2**40),
             unit="tokens",
-            group=GENERATION,
         ),
     ] = None
     decode_graphs: Annotated[
         GraphLife | None,
-        Option(
-            "CUDA graphs of decode steps stay from call to call, are captured in each call, or are off (default: as "
-            "the plan says)",
-            group=GENERATION,
-        ),
+        Option("CUDA graphs of decode steps are kept, made in each call, or off (default: as the plan says)"),
     ] = None
 
     @property

@@ -82,25 +82,20 @@ class ComputeConfig:
     """The parts of a model's `Computation` that the user fixes. None leaves a choice to the plan, and else to the
     defaults of `Computation`. Nothing overrides a value that is given here."""
 
+    HEADING = COMPUTATION
+
     data_parallel: Annotated[
         OfAll | None,
-        Option(
-            "data-parallel ranks divide optimizer states (zero1), or parameters and gradients too (fsdp; default: as "
-            "the plan says)",
-            group=COMPUTATION,
-        ),
+        Option("state that data-parallel ranks divide: of the optimizer, or all of it (default: as the plan says)"),
     ] = None
     prefetch: Annotated[
-        bool | None,
-        Option("gather the next part of divided parameters ahead (default: as the plan says)", group=COMPUTATION),
+        bool | None, Option("gather the next part of divided parameters ahead (default: as the plan says)")
     ] = None
     sequence_parallel: Annotated[
-        bool | None,
-        Option("tensor-parallel ranks divide norms along the tokens (default: as the plan says)", group=COMPUTATION),
+        bool | None, Option("tensor-parallel ranks divide norms along the tokens (default: as the plan says)")
     ] = None
     recomputation: Annotated[
-        Recomputation | None,
-        Option("activations that the backward pass computes again (default: as the plan says)", group=COMPUTATION),
+        Recomputation | None, Option("activations that the backward pass computes again (default: as the plan says)")
     ] = None
 
     def __post_init__(self) -> None:

@@ -34,19 +34,16 @@ class RopeScaling(Settings):
 
     WHERE = "rope scaling: "
 
-    kind: Annotated[
-        RopeScalingKind, Option("how rotary angles are stretched for long sequences", group=RANDOM_WEIGHTS)
-    ] = "none"
-    factor: Annotated[float, Option("factor that they are stretched by", range=(1, 10**6), group=RANDOM_WEIGHTS)] = 1.0
-    original_positions: Annotated[
-        int, Option("longest sequence before stretching", range=(1, _MAX_POSITIONS), group=RANDOM_WEIGHTS)
-    ] = 8192
+    HEADING = RANDOM_WEIGHTS
+
+    kind: Annotated[RopeScalingKind, Option("how rotary angles are stretched for long sequences")] = "none"
+    factor: Annotated[float, Option("factor that they are stretched by", range=(1, 10**6))] = 1.0
+    original_positions: Annotated[int, Option("longest sequence before stretching", range=(1, _MAX_POSITIONS))] = 8192
     low_frequency_factor: Annotated[
-        float,
-        Option("llama3: angles of lower frequencies are divided by the factor", range=(0, 10**6), group=RANDOM_WEIGHTS),
+        float, Option("llama3: angles of lower frequencies are divided by the factor", range=(0, 10**6))
     ] = 1.0
     high_frequency_factor: Annotated[
-        float, Option("llama3: angles of higher frequencies are kept", range=(0, 10**6), group=RANDOM_WEIGHTS)
+        float, Option("llama3: angles of higher frequencies are kept", range=(0, 10**6))
     ] = 4.0
 
     def __post_init__(self) -> None:
@@ -66,11 +63,11 @@ class Experts:
     chosen weights are scaled to sum to one (as Mixtral always does).
     """
 
-    count: Annotated[int, Option("experts in place of each MLP (0: none)", group=RANDOM_WEIGHTS)] = 0
-    per_token: Annotated[int, Option("experts that each token goes through", group=RANDOM_WEIGHTS)] = 0
-    normalised: Annotated[
-        bool, Option("scale the weights of the chosen experts to sum to one", group=RANDOM_WEIGHTS)
-    ] = True
+    HEADING = RANDOM_WEIGHTS
+
+    count: Annotated[int, Option("experts in place of each MLP (0: none)")] = 0
+    per_token: Annotated[int, Option("experts that each token goes through")] = 0
+    normalised: Annotated[bool, Option("scale the weights of the chosen experts to sum to one")] = True
 
     def __post_init__(self) -> None:
         if self.count < 0 or not (1 <= self.per_token <= self.count if self.count else self.per_token == 0):
@@ -87,58 +84,40 @@ class DecoderConfig(Settings):
     Face checkpoints name, and models that differ only in it are equal.
     """
 
-    hidden_size: Annotated[int, Option("width of the residual stream", range=(1, 10**5), group=RANDOM_WEIGHTS)]
-    intermediate_size: Annotated[
-        int, Option("width of an MLP, or of each expert", range=(1, 10**6), group=RANDOM_WEIGHTS)
-    ]
-    num_layers: Annotated[int, Option("layers", range=(1, MAX_LAYERS), group=RANDOM_WEIGHTS)]
-    num_heads: Annotated[int, Option("query heads", range=(1, 10**4), group=RANDOM_WEIGHTS)]
-    num_kv_heads: Annotated[int, Option("key and value heads", range=(1, 10**4), group=RANDOM_WEIGHTS)]
-    vocab_size: Annotated[int, Option("tokens of the vocabulary", range=(1, 10**7), group=RANDOM_WEIGHTS)]
-    head: Annotated[Head, Option("logits of tokens (lm), or one value a token (scalar)", group=RANDOM_WEIGHTS)] = "lm"
-    tied_embeddings: Annotated[bool, Option("use the embedding as output matrix too", group=RANDOM_WEIGHTS)] = False
-    rope_theta: Annotated[float, Option("base of rotary angles", range=(1, 10**12), group=RANDOM_WEIGHTS)] = 10_000.0
-    rms_norm_eps: Annotated[float, Option("epsilon of every norm", range=(0, 1), group=RANDOM_WEIGHTS)] = 1e-5
-    attention_head_dim: Annotated[
-        int | None, Option("width of a head (default: hidden_size / num_heads)", group=RANDOM_WEIGHTS)
-    ] = None
-    norm: Annotated[
-        Norm, Option("RMSNorm, RMSNorm times 1 + weight, or LayerNorm with a bias", group=RANDOM_WEIGHTS)
-    ] = "rms"
-    activation: Annotated[Activation, Option("activation of the MLP", group=RANDOM_WEIGHTS)] = "silu"
-    mlp: Annotated[
-        Mlp, Option("down(activation(gate(x)) * up(x)), or plain: down(activation(up(x)))", group=RANDOM_WEIGHTS)
-    ] = "gated"
-    qkv_bias: Annotated[bool, Option("queries, keys and values have a bias", group=RANDOM_WEIGHTS)] = False
-    attention_output_bias: Annotated[bool, Option("attention's output has a bias", group=RANDOM_WEIGHTS)] = False
-    mlp_bias: Annotated[bool, Option("the linears of the MLP have a bias", group=RANDOM_WEIGHTS)] = False
-    qk_norm: Annotated[
-        bool, Option("RMSNorm over each head of queries and keys, before rotation", group=RANDOM_WEIGHTS)
-    ] = False
-    positions: Annotated[Positions, Option("rotary angles, or a learned embedding", group=RANDOM_WEIGHTS)] = "rotary"
+    HEADING = RANDOM_WEIGHTS
+
+    hidden_size: Annotated[int, Option("width of the residual stream", range=(1, 10**5))]
+    intermediate_size: Annotated[int, Option("width of an MLP, or of each expert", range=(1, 10**6))]
+    num_layers: Annotated[int, Option("layers", range=(1, MAX_LAYERS))]
+    num_heads: Annotated[int, Option("query heads", range=(1, 10**4))]
+    num_kv_heads: Annotated[int, Option("key and value heads", range=(1, 10**4))]
+    vocab_size: Annotated[int, Option("tokens of the vocabulary", range=(1, 10**7))]
+    head: Annotated[Head, Option("logits of tokens (lm), or one value a token (scalar)")] = "lm"
+    tied_embeddings: Annotated[bool, Option("use the embedding as output matrix too")] = False
+    rope_theta: Annotated[float, Option("base of rotary angles", range=(1, 10**12))] = 10_000.0
+    rms_norm_eps: Annotated[float, Option("epsilon of every norm", range=(0, 1))] = 1e-5
+    attention_head_dim: Annotated[int | None, Option("width of a head (default: hidden_size / num_heads)")] = None
+    norm: Annotated[Norm, Option("RMSNorm, RMSNorm times 1 + weight, or LayerNorm with a bias")] = "rms"
+    activation: Annotated[Activation, Option("activation of the MLP")] = "silu"
+    mlp: Annotated[Mlp, Option("down(activation(gate(x)) * up(x)), or plain: down(activation(up(x)))")] = "gated"
+    qkv_bias: Annotated[bool, Option("queries, keys and values have a bias")] = False
+    attention_output_bias: Annotated[bool, Option("attention's output has a bias")] = False
+    mlp_bias: Annotated[bool, Option("the linears of the MLP have a bias")] = False
+    qk_norm: Annotated[bool, Option("RMSNorm over each head of queries and keys, before rotation")] = False
+    positions: Annotated[Positions, Option("rotary angles, or a learned embedding")] = "rotary"
     max_positions: Annotated[
-        int,
-        Option(
-            "longest sequence of learned positions (0 for rotary ones)", range=(0, _MAX_POSITIONS), group=RANDOM_WEIGHTS
-        ),
+        int, Option("longest sequence of learned positions (0 for rotary ones)", range=(0, _MAX_POSITIONS))
     ] = 0
     rope_scaling: RopeScaling = RopeScaling()
     sliding_window: Annotated[
         int | None,
-        Option(
-            "tokens that a token attends to, itself included (default: all before it)",
-            range=(1, _MAX_POSITIONS),
-            group=RANDOM_WEIGHTS,
-        ),
+        Option("tokens that a token attends to, itself included (default: all before it)", range=(1, _MAX_POSITIONS)),
     ] = None
-    full_attention_layers: Annotated[
-        tuple[int, ...], Option("layers without the sliding window", group=RANDOM_WEIGHTS)
-    ] = ()
-    scale_embeddings: Annotated[bool, Option("multiply embeddings by sqrt(hidden_size)", group=RANDOM_WEIGHTS)] = False
+    full_attention_layers: Annotated[tuple[int, ...], Option("layers without the sliding window")] = ()
+    scale_embeddings: Annotated[bool, Option("multiply embeddings by sqrt(hidden_size)")] = False
     experts: Experts = Experts()
     max_position_embeddings: Annotated[
-        int | None,
-        Option("longest sequence that rotary angles were trained for (default: not known)", group=RANDOM_WEIGHTS),
+        int | None, Option("longest sequence that rotary angles were trained for (default: not known)")
     ] = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

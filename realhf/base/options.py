@@ -5,10 +5,12 @@ steps: Annotated[int, Option("steps of training", range=(1, None))] = 100
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+
+from typing_extensions import Doc
 
 from realhf.base.numbers import check_range
 
@@ -27,28 +29,30 @@ HEADINGS = (
 
 
 @dataclass(frozen=True)
-class Option:
-    """What is declared of an option.
+class Option(Doc):
+    """What is declared of an option; tyro shows it in its own help too.
 
-    help: what it does. The help of a command adds the default, unless the text names one.
+    documentation: what it does. The help of a command adds the default, unless the text names one.
     range: the least and the largest number; None: no bound on that side.
     unit: of the number, for errors.
     metavar: stands for the value in the help.
     flag: the name on the command line of a request's option, by default `--field-name`.
-    group: the heading of its place in the help.
-    is_common: whether `--help` shows it; `--help-all` shows every option.
+    group: the heading of its place in the help, by default the `HEADING` of the class that declares it.
     is_list: one option takes several values; other tuples are options that may be repeated.
     """
 
-    help: str
+    documentation: str
     _: KW_ONLY
     range: tuple[float | None, float | None] = (None, None)
     unit: str = ""
     metavar: str | None = None
     flag: str = ""
     group: str = ""
-    is_common: bool = False
     is_list: bool = False
+
+
+class Common(Option):
+    """An option that `--help` shows; `--help-all` shows every option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,32 +83,28 @@ def options_in(of: type) -> Mapping[str, OptionField]:
     strings or paths.
     """
     parameters, found = inspect.signature(of).parameters, {}
-    for name, hint in hints_of(of).items():
-        declared, option = declaration(hint)
+    for name, (hint, about) in declarations(of).items():
+        option = next((one for one in about if isinstance(one, Option)), None)
         if option is not None:
             flag = option.flag or f"--{name.replace('_', '-')}"
-            found[name] = OptionField(flag=flag, type=declared, default=parameters[name].default, option=option)
+            found[name] = OptionField(flag=flag, type=hint, default=parameters[name].default, option=option)
     return found
 
 
-def hints_of(of: type) -> dict[str, Any]:
-    """The annotations of a class's fields. A field that is repeated for another default keeps its option."""
-    found: dict[str, Any] = {}
-    for one in reversed(of.__mro__):
-        for name, hint in get_type_hints(one, include_extras=True).items():
-            if declaration(hint)[1] or declaration(found.get(name))[1] is None:
-                found[name] = hint
+def declarations(of: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """By field the type of its values, None left out, and what is annotated beside it. A field that is repeated for
+    another default keeps its option, and an option has the heading of the class that declares it."""
+    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    for cls in reversed(of.__mro__):
+        hints = get_type_hints(cls, include_extras=True)
+        for name in vars(cls).get("__annotations__", {}):
+            hint, *about = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+            parts = [one for one in get_args(hint) if one is not NoneType]
+            declared = parts[0] if NoneType in get_args(hint) and len(parts) == 1 else hint
+            heading = getattr(cls, "HEADING", "")
+            own = [replace(one, group=one.group or heading) if isinstance(one, Option) else one for one in about]
+            found[name] = declared, tuple(own) or found.get(name, (None, ()))[1]
     return found
-
-
-def declaration(hint: Any) -> tuple[Any, Option | None]:
-    """The type of a field's values, None left out, and what is declared of it as an option."""
-    option = None
-    if get_origin(hint) is Annotated:
-        option = next((one for one in get_args(hint) if isinstance(one, Option)), None)
-        hint = get_args(hint)[0]
-    parts = [one for one in get_args(hint) if one is not NoneType]
-    return parts[0] if NoneType in get_args(hint) and len(parts) == 1 else hint, option
 
 
 def flags(of: type) -> dict[str, bool]:
@@ -123,9 +123,10 @@ def check_options(of: type, values: Mapping[str, Any], where: str | None = None)
 
 class Options:
     """A dataclass of options, whose ranges are checked at construction. Raises UserError. `WHERE`: see
-    `check_options`."""
+    `check_options`; `HEADING`: of its options in the help."""
 
     WHERE: ClassVar[str | None] = None
+    HEADING: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_options(type(self), vars(self), self.WHERE)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from realhf.base.options import Option
+from realhf.base.options import Common, Option
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 _LEFT_COLUMN = 34
@@ -38,7 +38,7 @@ class Command(argparse.ArgumentParser):
         title = option.group or "options"
         if title not in self._headings:
             self._headings[title] = self.add_argument_group(title)
-        text, choices = option.help, [str(choice) for choice in settings.get("choices", ())]
+        text, choices = option.documentation, [str(choice) for choice in settings.get("choices", ())]
         if choices and len(flag) + len(",".join(choices)) > _LEFT_COLUMN - 7:
             text, settings["metavar"] = f"{text}: {', '.join(choices)}", "KIND"
         if said:
@@ -49,7 +49,7 @@ class Command(argparse.ArgumentParser):
     def end_with_help(self) -> None:
         """Adds the options that show the help. The last ones, so that they stand behind what a command does."""
         self._optionals.add_argument(*HELP, action="store_true", default=argparse.SUPPRESS, help="show this help")
-        if not all(option.is_common for option in self._declared.values()):
+        if not all(isinstance(option, Common) for option in self._declared.values()):
             text = "show all options; this help has the common ones"
             self._optionals.add_argument(HELP_ALL, action="store_true", default=argparse.SUPPRESS, help=text)
 
@@ -66,7 +66,7 @@ class Command(argparse.ArgumentParser):
     def help_text(self, *, shows_all: bool, without: Collection[str] = ()) -> str:
         """The help: the common options, or all, but those under the headings `without`."""
         for action, option in self._declared.items():
-            if option.group in without or not (shows_all or option.is_common):
+            if option.group in without or not (shows_all or isinstance(option, Common)):
                 action.help = argparse.SUPPRESS
         return self.format_help()
 

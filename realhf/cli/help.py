@@ -4,13 +4,13 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import tyro
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, OptimizerConfig
 from realhf.api.script.experiment import ScriptExperiment
-from realhf.base.options import RANDOM_WEIGHTS, Option, OptionField, declaration, hints_of
+from realhf.base.options import RANDOM_WEIGHTS, Common, Option, OptionField, declarations
 from realhf.cli import parser
 from realhf.cli.command import HELP, HELP_ALL, Command, launcher_heading
 from realhf.cli.options import METAVARS, add_options, default_text
@@ -85,19 +85,18 @@ def _within(
 ) -> Iterator[tuple[Names, OptionField]]:
     """The fields of a dataclass and of those in it, each with its path. `values`: has their defaults, where it is not
     None. `names`: the parts of an option's name that come before theirs."""
-    hints = hints_of(of)
+    known = declarations(of)
     for one in fields(of):
-        about = get_args(hints[one.name])[1:] if get_origin(hints[one.name]) is Annotated else ()
+        declared, about = known[one.name]
         if tyro.conf.Suppress in about:
             continue
-        declared, option = declaration(hints[one.name])
         default = _default(one) if values is None else getattr(values, one.name)
         is_named = not any(getattr(argument, "name", None) == "" for argument in about)
         inner, outer = (*path, one.name), (*names, one.name.replace("_", "-")) if is_named else names
         if isinstance(declared, type) and is_dataclass(declared):
             yield from _within(declared, None if default is inspect.Parameter.empty else default, inner, outer)
             continue
-        option = option or Option("", is_common=True)
+        option = next((argument for argument in about if isinstance(argument, Option)), Common(""))
         heading = option.group or (path[0] if path else "fields")
         last = f"[no-]{outer[-1]}" if default is True else outer[-1]
         flag = f"--{'.'.join((*outer[:-1], last))}"

@@ -2,13 +2,12 @@
 
 import argparse
 import inspect
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from realhf.base.errors import UserError
-from realhf.base.options import Option, OptionField, options_in
+from realhf.base.options import Common, Option, OptionField, options_in
 from realhf.cli.command import Command
 from realhf.cli.output import Output
 from realhf.experiments import ready_experiments, ready_file
@@ -24,8 +23,8 @@ def add_options(command: Command, of: type, *, group: str = "", shows_all: bool 
     """Adds the options of a dataclass or Struct, under the heading `group` where one is given. `shows_all`: all of them
     are common. Those that are not given leave nothing among the parsed arguments."""
     for one in options_in(of).values():
-        is_common = one.option.is_common or shows_all
-        option = replace(one.option, group=group or one.option.group, is_common=is_common)
+        kind = Common if shows_all else type(one.option)
+        option = kind(one.option.documentation, group=group or one.option.group)
         command.add(one.flag, option, default_text(one), default=argparse.SUPPRESS, **_settings(one))
 
 
@@ -46,7 +45,7 @@ def _settings(one: OptionField) -> dict[str, Any]:
 def default_text(one: OptionField) -> str:
     """What the help says of an option's default; empty where it has none, or its text names one."""
     default = one.default
-    if default in (None, "", (), inspect.Parameter.empty) or default is False or "default" in one.option.help:
+    if default in (None, "", (), inspect.Parameter.empty) or default is False or "default" in one.option.documentation:
         return ""
     value = "on" if default is True else f"{default:g}" if isinstance(default, float) else default
     return f"default {value}"

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from realhf.architecture.compute import MODES, Mode
 from realhf.architecture.named import architecture
-from realhf.base.options import Option
+from realhf.base.options import Common
 from realhf.cli.command import Command
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, table_of
@@ -32,9 +32,9 @@ def add_arguments(command: Command) -> None:
     models = "llama3-7b, qwen3-8b, llama3-13b-critic, ..., or the path of a config.json"
     command.add_argument("model", metavar="MODEL", help=models)
     add_options(command, OsdpRequest, shows_all=True)
-    modes = Option(f"modes to choose from (default {','.join(MODES)})", is_common=True)
+    modes = Common(f"modes to choose from (default {','.join(MODES)})")
     command.add("--modes", modes, default=",".join(MODES), metavar="MODES")
-    command.add("--json", Option("also write the result to this file", is_common=True), type=Path, metavar="FILE")
+    command.add("--json", Common("also write the result to this file"), type=Path, metavar="FILE")
 
 
 def execute(arguments: argparse.Namespace) -> int:

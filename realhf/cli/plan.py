@@ -9,7 +9,7 @@ import msgspec
 
 from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
-from realhf.base.options import Option
+from realhf.base.options import Common, Option
 from realhf.cli.command import Command
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
 from realhf.cli.output import Output, Phases, output_beside
@@ -47,7 +47,7 @@ EXAMPLE = """examples:
 
 def add_arguments(command: Command) -> None:
     add_experiment_arguments(command)
-    output, rare = partial(Option, group="output", is_common=True), partial(Option, group="output")
+    output, rare = partial(Common, group="output"), partial(Option, group="output")
     command.add("--output", output("write the plan to this file"), type=Path, metavar="FILE")
     command.add("--compare", output("compare with rule-made plans, and say why not otherwise"), action="store_true")
     command.add(

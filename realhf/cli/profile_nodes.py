@@ -11,7 +11,7 @@ import msgspec
 from realhf.api.experiment import AutoSettings, auto_settings
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_range
-from realhf.base.options import Option
+from realhf.base.options import Common
 from realhf.cli.command import Command, launcher_heading
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, Phases
@@ -33,7 +33,7 @@ SLURM = "slurm"
 
 def add_node_arguments(command: Command) -> None:
     group = launcher_heading(SLURM)
-    option = partial(Option, group=group, is_common=True)
+    option = partial(Common, group=group)
     command.add("--nodes", option("nodes to measure on (default: that of @auto, else 2)"), type=int, metavar="N")
     command.add(
         "--gpus-per-node",

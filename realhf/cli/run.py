@@ -3,13 +3,12 @@
 import argparse
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
 from realhf.base.errors import UserError
-from realhf.base.options import Option
+from realhf.base.options import Common
 from realhf.cli import THEN
 from realhf.cli.command import Command, launcher_heading
 from realhf.cli.detach import detached, how_to_watch
@@ -36,20 +35,19 @@ EXAMPLE = """examples:
 
 
 def add_arguments(command: Command) -> None:
-    option = partial(Option, is_common=True)
     command.add(
-        "--run-dir", option("where everything is written (default runs/NAME-TIME)"), type=Path, metavar="FOLDER"
+        "--run-dir", Common("where everything is written (default runs/NAME-TIME)"), type=Path, metavar="FOLDER"
     )
     resume = "go on with the run in --run-dir, from its newest good checkpoint"
-    command.add("--resume", option(resume), action="store_true")
-    command.add("--dry-run", option("print what the launcher would start, and start nothing"), action="store_true")
+    command.add("--resume", Common(resume), action="store_true")
+    command.add("--dry-run", Common("print what the launcher would start, and start nothing"), action="store_true")
     detach = "return once the run has started, or its SLURM job is in the queue"
-    command.add("--detach", option(detach), action="store_true")
+    command.add("--detach", Common(detach), action="store_true")
     launcher = (
         f"what starts the processes: {', '.join(LAUNCHERS)}, MODULE:CLASS or FILE.py:CLASS (default: that of @auto, "
         "else local); `--launcher slurm --help` shows SLURM's options"
     )
-    command.add("--launcher", option(launcher, group="devices"), metavar="NAME")
+    command.add("--launcher", Common(launcher, group="devices"), metavar="NAME")
     add_experiment_arguments(command)
     add_options(command, RecoveryRequest)
     add_options(command, RunSpec)
@@ -58,7 +56,7 @@ def add_arguments(command: Command) -> None:
         add_options(command, find_launcher(name).options_type, group=launcher_heading(name), shows_all=True)
     # Only for the help: the words of a chain are parsed stage by stage.
     then = "another run, with its own options, after the one before has ended well; may be repeated"
-    command.add(THEN, option(then, group="several runs"), metavar="EXPERIMENT ...", default=argparse.SUPPRESS)
+    command.add(THEN, Common(then, group="several runs"), metavar="EXPERIMENT ...", default=argparse.SUPPRESS)
     add_options(command, SweepOptions)
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Annotated
 
 from realhf.base.errors import UserError
-from realhf.base.options import Option, Options, flags
+from realhf.base.options import Common, Option, Options, flags
 from realhf.cli import THEN
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.lifecycle.advice import split_words
@@ -28,28 +28,18 @@ _WHERE = (
 class SweepOptions(Options):
     """Runs that differ in their seeds, or in the values of fields. Raises UserError where they are no values."""
 
+    HEADING = "several runs"
+
     seeds: Annotated[
-        str | None,
-        Option(
-            "a run for each of N seeds, from 0, or for each of a list: 4, or 1,5,7",
-            metavar="SEEDS",
-            group="several runs",
-            is_common=True,
-        ),
+        str | None, Common("a run for each of N seeds, from 0, or for each of a list: 4, or 1,5,7", metavar="SEEDS")
     ] = None
     sweep: Annotated[
         tuple[str, ...],
-        Option(
-            "a run for each of these values of a field; repeat it for all combinations",
-            metavar="FIELD=VALUE,...",
-            group="several runs",
-            is_common=True,
-        ),
+        Common("a run for each of these values of a field; repeat it for all combinations", metavar="FIELD=VALUE,..."),
     ] = ()
-    at_most: Annotated[
-        int | None,
-        Option("most runs of a sweep at a time, under SLURM", range=(1, MOST_MEMBERS), group="several runs"),
-    ] = None
+    at_most: Annotated[int | None, Option("most runs of a sweep at a time, under SLURM", range=(1, MOST_MEMBERS))] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

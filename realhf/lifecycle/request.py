@@ -10,7 +10,7 @@ import tyro
 
 from realhf.base.durations import YEAR_S
 from realhf.base.errors import UserError
-from realhf.base.options import Option, Options, check_options
+from realhf.base.options import Common, Option, Options, check_options
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
@@ -32,42 +32,29 @@ class RecoveryRequest(Options):
     """What to do when processes of the run fail. Raises UserError if `recover` is "never" and fewer workers or fallback
     plans are given."""
 
+    HEADING = CHECKPOINTS
+
     recover: Annotated[
-        Literal["auto", "never"],
-        Option(
-            "auto: restart from the newest good checkpoint when a process dies or hangs",
-            group=CHECKPOINTS,
-            is_common=True,
-        ),
+        Literal["auto", "never"], Common("auto: restart from the newest good checkpoint when a process dies or hangs")
     ] = "never"
-    max_restarts: Annotated[
-        int, Option("most restarts of --recover auto, in all", range=(1, 10**6), group=CHECKPOINTS)
-    ] = 3
+    max_restarts: Annotated[int, Option("most restarts of --recover auto, in all", range=(1, 10**6))] = 3
     min_workers: Annotated[
         int | None,
         Option(
-            "--recover auto goes on with fewer workers, N at least, where devices or nodes are lost (default: with "
-            "--fallback-plan those of its smallest, else no fewer)",
+            "--recover auto goes on with fewer workers, N at least (default: those of the smallest --fallback-plan)",
             range=(1, MAX_DEVICES),
-            group=CHECKPOINTS,
         ),
     ] = None
     fallback_plans: Annotated[
         tuple[Path, ...],
         Option(
-            "take this plan.json where workers are lost and it fits, rather than search for one; may be repeated, the "
-            "largest that fits is taken",
+            "take this plan.json where workers are lost; may be repeated, the largest that fits is taken",
             flag="--fallback-plan",
             metavar="PLAN",
-            group=CHECKPOINTS,
         ),
     ] = ()
     accept_changed_inputs: Annotated[
-        bool,
-        Option(
-            "--resume goes on although data, tokenizer or other files that the run reads have changed",
-            group=CHECKPOINTS,
-        ),
+        bool, Option("--resume goes on although data, tokenizer or other files that the run reads have changed")
     ] = False
 
     def __post_init__(self) -> None:
@@ -95,13 +82,14 @@ class RecoveryRequest(Options):
 class ReplanRequest(Options):
     """What to do when calls take other times than the plan predicts."""
 
+    HEADING = DRIFT
+
     mode: Annotated[
         Mode,
         Option(
-            "suggest: search the plan again in the background, with the measured times, and say what it would gain; "
-            "switch: also change to it at a checkpoint where that pays (default off: only say that times have drifted)",
+            "suggest: search again with the measured times and say what it gains; "
+            "switch: also change to that plan at a checkpoint (default off: only say that times have drifted)",
             flag="--replan",
-            group=DRIFT,
         ),
     ] = "off"
     switch_cost_s: Annotated[
@@ -111,7 +99,6 @@ class ReplanRequest(Options):
             metavar="S",
             range=(0, YEAR_S),
             unit="seconds",
-            group=DRIFT,
         ),
     ] = None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, STALENESS
-from realhf.base.options import Option, Options
+from realhf.base.options import Common, Option, Options
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.planning.model.hardware import Hardware
 
@@ -47,38 +47,20 @@ class DevicesRequest(Options):
         UserError: a number of devices or nodes is out of its range.
     """
 
+    HEADING = "devices"
+
     num_workers: Annotated[
-        int | None,
-        Option(
-            "devices to use (default: the GPUs here, else the CPU cores)",
-            range=DEVICES,
-            group="devices",
-            is_common=True,
-        ),
+        int | None, Common("devices to use (default: the GPUs here, else the CPU cores)", range=DEVICES)
     ] = None
-    nodes: Annotated[int, Option("number of nodes", range=DEVICES, group="devices", is_common=True)] = 1
+    nodes: Annotated[int, Common("number of nodes", range=DEVICES)] = 1
     gpus_per_node: Annotated[
-        int | None,
-        Option(
-            "devices of each node (default: --num-workers / --nodes)", range=DEVICES, group="devices", is_common=True
-        ),
+        int | None, Common("devices of each node (default: --num-workers / --nodes)", range=DEVICES)
     ] = None
     hardware: Annotated[
-        str | None,
-        Option(
-            "a hardware description, such as h100 or cpu (default: this machine)",
-            metavar="NAME",
-            group="devices",
-            is_common=True,
-        ),
+        str | None, Common("a hardware description, such as h100 or cpu (default: this machine)", metavar="NAME")
     ] = None
     memory_gb: Annotated[
-        float | None,
-        Option(
-            "memory of a device in GiB (default: a GPU's, or the share of this machine's)",
-            group="devices",
-            is_common=True,
-        ),
+        float | None, Common("memory of a device in GiB (default: a GPU's, or the share of this machine's)")
     ] = None
     place: Literal["here", "nodes"] | None = None
     cpu_only: bool = False
@@ -94,19 +76,18 @@ class SearchBudget(Options):
         UserError: a number is out of its range.
     """
 
+    HEADING = "plan"
+
     evaluations: Annotated[
-        int | None,
-        Option("search this number of plans; reproducible", range=EVALUATIONS, unit="plans", group="plan"),
+        int | None, Option("search this number of plans; reproducible", range=EVALUATIONS, unit="plans")
     ] = None
     seconds: Annotated[
         float | None,
-        Option(
+        Common(
             "time of the search, proof included, on all cores (default: as long as the problem needs)",
             metavar="S",
             range=SECONDS,
             unit="seconds",
-            group="plan",
-            is_common=True,
         ),
     ] = None
 
@@ -122,9 +103,10 @@ class Measured:
 
     profiles: Path | None = None
     call_factors: Mapping[str, float] = field(default_factory=dict)
+    HEADING = "plan"
+
     ignores_runs: Annotated[
-        bool,
-        Option("predict without the times that finished runs have left", flag="--ignore-runs", group="plan"),
+        bool, Option("predict without the times that finished runs have left", flag="--ignore-runs")
     ] = False
 
 
@@ -143,9 +125,9 @@ class PlanRequest(Options):
     """
 
     devices: DevicesRequest = field(default_factory=DevicesRequest)
-    plan: Annotated[
-        Path | None, Option("take this plan.json instead of searching for one", group="plan", is_common=True)
-    ] = None
+    HEADING = "plan"
+
+    plan: Annotated[Path | None, Common("take this plan.json instead of searching for one")] = None
     rule: str | None = None
     budget: SearchBudget = field(default_factory=SearchBudget)
     offload: tuple[str, ...] | None = None
@@ -156,7 +138,6 @@ class PlanRequest(Options):
             "allow rollouts by weights up to K updates old where that makes a step shorter",
             metavar="K",
             range=STALENESS,
-            group="plan",
         ),
     ] = 0
     staleness: int | None = None

@@ -12,7 +12,7 @@ from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
 from realhf.base.errors import UserError
 from realhf.base.numbers import SAMPLES, STALENESS, TOKENS, check_range
-from realhf.base.options import Option, Options
+from realhf.base.options import Common, Option, Options
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.planning.model.features import FEATURES, WITHOUT, EngineFeatures, differences, of_setup, with_features
 from realhf.planning.model.lengths import LengthDistribution, read_lengths
@@ -39,24 +39,19 @@ class WhatIf(Options):
     """
 
     model_types: Mapping[str, str] = field(default_factory=dict)
+    HEADING = WHAT_IF
+
     prompt_tokens: Annotated[
-        int | None,
-        Option("length of the prompts (default with other architectures: 1024)", range=TOKENS, group=WHAT_IF),
+        int | None, Option("length of the prompts (default with other architectures: 1024)", range=TOKENS)
     ] = None
     new_tokens: Annotated[
-        int | None,
-        Option("length of the responses (default with other architectures: 1024)", range=TOKENS, group=WHAT_IF),
+        int | None, Option("length of the responses (default with other architectures: 1024)", range=TOKENS)
     ] = None
     response_lengths: Annotated[
-        Path | None,
-        Option(
-            "responses of different lengths: a file with the tokens of one a line, cut at --new-tokens", group=WHAT_IF
-        ),
+        Path | None, Option("responses of different lengths: a file with the tokens of one a line, cut at --new-tokens")
     ] = None
-    batch_size: Annotated[int | None, Option("samples a step", range=SAMPLES, group=WHAT_IF)] = None
-    dtype: Annotated[
-        DType | None, Option("dtype of all models (default with other architectures: bfloat16)", group=WHAT_IF)
-    ] = None
+    batch_size: Annotated[int | None, Option("samples a step", range=SAMPLES)] = None
+    dtype: Annotated[DType | None, Option("dtype of all models (default with other architectures: bfloat16)")] = None
     staleness: int = 0
     features: tuple[str, ...] = ()
 
@@ -122,38 +117,23 @@ class WhatIfRequest:
     """The words in which somebody asks what a plan would be, beside the options of `WhatIf`; lists are separated by
     commas."""
 
+    HEADING = WHAT_IF
+
     clusters: Annotated[
         str | None,
-        Option(
+        Common(
             "HARDWARE-NODESxDEVICES (h100-16x8) or a .yaml file; several with commas are compared",
             flag="--cluster",
             metavar="NAME",
-            group=WHAT_IF,
-            is_common=True,
         ),
     ] = None
     actor: Annotated[
-        str | None,
-        Option(
-            "architecture of actor and reference (llama3-70b, config.json)",
-            metavar="ARCH",
-            group=WHAT_IF,
-            is_common=True,
-        ),
+        str | None, Common("architecture of actor and reference (llama3-70b, config.json)", metavar="ARCH")
     ] = None
-    critic: Annotated[
-        str | None,
-        Option("architecture of critic and reward model", metavar="ARCH", group=WHAT_IF, is_common=True),
-    ] = None
+    critic: Annotated[str | None, Common("architecture of critic and reward model", metavar="ARCH")] = None
     model_types: Annotated[
         tuple[str, ...],
-        Option(
-            "architecture of one model, before that of its role",
-            flag="--model-type",
-            metavar="NAME=ARCH",
-            group=WHAT_IF,
-            is_common=True,
-        ),
+        Common("architecture of one model, before that of its role", flag="--model-type", metavar="NAME=ARCH"),
     ] = ()
     stalenesses: Annotated[
         str,
@@ -161,7 +141,6 @@ class WhatIfRequest:
             "rollouts may use weights K updates older; several with commas are compared",
             flag="--staleness",
             metavar="K",
-            group=WHAT_IF,
         ),
     ] = NO_STALENESS
     features: Annotated[
@@ -169,7 +148,6 @@ class WhatIfRequest:
         Option(
             f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
             metavar="NAMES",
-            group=WHAT_IF,
         ),
     ] = ""
     given: WhatIf = field(default_factory=WhatIf)

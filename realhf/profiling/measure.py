@@ -40,27 +40,21 @@ class ProfileRequest(Options):
     """The settings of a measurement. Raises UserError if a number is out of its range, or `only` has another word."""
 
     profiles_dir: Annotated[
-        Path | None,
-        Option("write below this folder (default: where plans look)", metavar="FOLDER"),
+        Path | None, Option("write below this folder (default: where plans look)", metavar="FOLDER")
     ] = None
     only: Annotated[
         str,
         Option(
             f"measure this alone: {', '.join(MEASUREMENTS)} (constants of the machine; {NETWORK}: between nodes), "
-            f"{LAYERS} (the models' profiles); several with commas (default: layers; under SLURM the links within and "
-            "between nodes as well)",
+            f"{LAYERS} (the models' profiles); several with commas (default: layers; under SLURM the links as well)",
             metavar="WHAT",
         ),
     ] = ""
     repetitions: Annotated[int, Option("readings of the clock a size", range=(1, 1000))] = 5
     max_tokens: Annotated[
-        int,
-        Option("largest micro-batch; larger ones are extrapolated", range=(LEAST_MAX_TOKENS, 2**20)),
+        int, Option("largest micro-batch; larger ones are extrapolated", range=(LEAST_MAX_TOKENS, 2**20))
     ] = 4096
-    timeout_s: Annotated[
-        float,
-        Option("longest the measuring may take", range=(0.001, 10**7), unit="seconds"),
-    ] = 900.0
+    timeout_s: Annotated[float, Option("longest the measuring may take", range=(0.001, 10**7), unit="seconds")] = 900.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

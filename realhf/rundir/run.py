@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -23,7 +23,7 @@ from realhf.base.durations import WEEK_S, YEAR_S
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
 from realhf.base.numbers import check_range
-from realhf.base.options import Option, check_options
+from realhf.base.options import Common, Option, check_options
 from realhf.base.reading import read_bytes
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import check_implementation
@@ -44,7 +44,9 @@ MAX_SAMPLES = 64
 CHECKPOINTS = "checkpoints and recovery"
 RECORDS = "records"
 DRIFT = "measured times that leave the plan's predictions"
-_LIMITS = "deadlines and network"
+_checkpoint = partial(Option, group=CHECKPOINTS)
+_record = partial(Option, group=RECORDS)
+_limit = partial(Option, group="deadlines and network")
 
 
 @dataclass(frozen=True)
@@ -95,51 +97,36 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_workers: int
     devices_per_node: int
     record: Annotated[
-        tuple[str, ...],
-        Option("write the data of these keys in every step to rollouts/", metavar="KEY", group=RECORDS, is_list=True),
+        tuple[str, ...], _record("write the data of these keys in every step to rollouts/", metavar="KEY", is_list=True)
     ] = ()
     replay: Annotated[
-        str | None,
-        Option("take the responses of this rollouts/ folder, draw none", metavar="FOLDER", group=RECORDS),
+        str | None, _record("take the responses of this rollouts/ folder, draw none", metavar="FOLDER")
     ] = None
     checkpoint_every_steps: Annotated[
         int | None,
-        Option(
+        Common(
             "save every N steps too, not at the end alone",
             flag="--checkpoint-every",
             range=(1, MAX_STEPS),
             unit="steps",
             group=CHECKPOINTS,
-            is_common=True,
         ),
     ] = None
     checkpoint_every_minutes: Annotated[
         float | None,
-        Option(
-            "save about every MINUTES too",
-            metavar="MINUTES",
-            range=(0.001, YEAR_S / 60),
-            unit="minutes",
-            group=CHECKPOINTS,
-        ),
+        _checkpoint("save about every MINUTES too", metavar="MINUTES", range=(0.001, YEAR_S / 60), unit="minutes"),
     ] = None
-    keep_checkpoints: Annotated[
-        int | None, Option("keep the newest N (default: all)", range=(1, MAX_STEPS), group=CHECKPOINTS)
-    ] = None
+    keep_checkpoints: Annotated[int | None, _checkpoint("keep the newest N (default: all)", range=(1, MAX_STEPS))] = (
+        None
+    )
     keep_best: Annotated[
         str | None,
-        Option(
-            "keep the checkpoint with its highest value too (min:STATISTIC: the lowest)",
-            metavar="STATISTIC",
-            group=CHECKPOINTS,
-        ),
+        _checkpoint("keep the checkpoint with its highest value too (min:STATISTIC: the lowest)", metavar="STATISTIC"),
     ] = None
     checkpoint_failures: Annotated[
         int,
-        Option(
-            "go on when a checkpoint cannot be written, but not after more than N in a row",
-            range=(0, MAX_STEPS),
-            group=CHECKPOINTS,
+        _checkpoint(
+            "go on when a checkpoint cannot be written, but not after more than N in a row", range=(0, MAX_STEPS)
         ),
     ] = 0
     resume_step: int = 0
@@ -157,78 +144,59 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 1.5
     verify_reallocations_every: Annotated[
         int,
-        Option(
+        _record(
             "compare checksums of reallocated parameters the first time, and then every N steps (1: always, 0: never)",
             range=(0, MAX_STEPS),
             unit="steps",
-            group=RECORDS,
         ),
     ] = 100
     call_timeout_s: Annotated[
         float,
-        Option(
-            "how long every call may take, whatever was predicted",
-            metavar="S",
-            range=(0.001, YEAR_S),
-            unit="seconds",
-            group=_LIMITS,
+        _limit(
+            "how long every call may take, whatever was predicted", metavar="S", range=(0.001, YEAR_S), unit="seconds"
         ),
     ] = Deadlines.floor_s
     deadline_factor: Annotated[
         float,
-        Option(
+        _limit(
             "how many times its predicted time a longer call may take",
             range=(1, 10**4),
             unit="times the prediction",
-            group=_LIMITS,
         ),
     ] = Deadlines.factor
     setup_timeout_s: Annotated[
-        float,
-        Option("longest the start may take", metavar="S", range=(0.001, YEAR_S), unit="seconds", group=_LIMITS),
+        float, _limit("longest the start may take", metavar="S", range=(0.001, YEAR_S), unit="seconds")
     ] = 300.0
     master_timeout_s: Annotated[
         float,
-        Option(
+        _limit(
             "how long the master may be silent until a worker ends by itself",
             metavar="S",
             range=(1, YEAR_S),
             unit="seconds",
-            group=_LIMITS,
         ),
     ] = 90.0
     network_interface: Annotated[
-        str | None,
-        Option(
-            "interface of the master, gloo and NCCL (default: loopback on one machine)", metavar="NAME", group=_LIMITS
-        ),
+        str | None, _limit("interface of the master, gloo and NCCL (default: loopback on one machine)", metavar="NAME")
     ] = None
     master_address: Annotated[
-        str | None,
-        Option("where the master listens (default: on that interface)", metavar="ADDRESS", group=_LIMITS),
+        str | None, _limit("where the master listens (default: on that interface)", metavar="ADDRESS")
     ] = None
     hardware: Hardware | None = None
     samples: Annotated[
         int,
-        Option(
+        Common(
             "write N completions of each step with their rewards to samples.jsonl (0: none)",
             range=(0, MAX_SAMPLES),
             unit="samples",
             group=RECORDS,
-            is_common=True,
         ),
     ] = 3
-    tensorboard: Annotated[
-        bool, Option("write TensorBoard's files to tensorboard/ too", group=RECORDS, is_common=True)
-    ] = False
+    tensorboard: Annotated[bool, Common("write TensorBoard's files to tensorboard/ too", group=RECORDS)] = False
     wandb_project: Annotated[
         str | None,
-        Option(
-            "send metrics to this project of Weights & Biases too",
-            flag="--wandb",
-            metavar="PROJECT",
-            group=RECORDS,
-            is_common=True,
+        Common(
+            "send metrics to this project of Weights & Biases too", flag="--wandb", metavar="PROJECT", group=RECORDS
         ),
     ] = None
     format: str = FORMAT

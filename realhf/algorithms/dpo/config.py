@@ -7,7 +7,7 @@ from realhf.algorithms.choices import DPOLoss, check_choice
 from realhf.algorithms.options import COEFFICIENT
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
 from realhf.base.errors import UserError
-from realhf.base.options import ALGORITHM, Option, Settings
+from realhf.base.options import ALGORITHM, Common, Option, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,42 +19,20 @@ class DPO(Settings):
     1 / (2 beta).
     """
 
-    loss_type: Annotated[
-        DPOLoss,
-        Option("DPO's loss, SLiC's hinge, IPO, or DPO that is robust to wrong labels", group=ALGORITHM, is_common=True),
-    ] = "sigmoid"
-    beta: Annotated[
-        float,
-        Option(
-            "how strongly the policy is kept near the reference", range=(1e-9, 1e6), group=ALGORITHM, is_common=True
-        ),
-    ] = 0.1
+    HEADING = ALGORITHM
+
+    loss_type: Annotated[DPOLoss, Common("DPO's loss, SLiC's hinge, IPO, or DPO that is robust to wrong labels")] = (
+        "sigmoid"
+    )
+    beta: Annotated[float, Common("how strongly the policy is kept near the reference", range=(1e-9, 1e6))] = 0.1
     label_smoothing: Annotated[
-        float,
-        Option(
-            "share of pairs that are the wrong way round (sigmoid and robust)",
-            range=(0, 0.5 - 1e-9),
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("share of pairs that are the wrong way round (sigmoid and robust)", range=(0, 0.5 - 1e-9))
     ] = 0.0
-    reference_free: Annotated[
-        bool,
-        Option("take a uniform reference: the margin of the policy alone counts", group=ALGORITHM, is_common=True),
-    ] = False
+    reference_free: Annotated[bool, Common("take a uniform reference: the margin of the policy alone counts")] = False
     sft_coef: Annotated[
-        float,
-        Option(
-            "coefficient of the mean log-probability of the chosen response (RPO)",
-            range=COEFFICIENT,
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("coefficient of the mean log-probability of the chosen response (RPO)", range=COEFFICIENT)
     ] = 0.0
-    epochs: Annotated[
-        int,
-        Option("passes of an update through the mini-batches of a step", range=(1, 1024), group=ALGORITHM),
-    ] = 1
+    epochs: Annotated[int, Option("passes of an update through the mini-batches of a step", range=(1, 1024))] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,7 @@ from realhf.api.script.functions import (
     tensor_function,
 )
 from realhf.base.errors import UserError
-from realhf.base.options import ALGORITHM, Option
+from realhf.base.options import Common, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,86 +34,43 @@ class GRPO(ClippedOptions):
     """
 
     samples_per_prompt: int = 8
-    loss_type: Annotated[
-        GRPOLoss, Option("loss of a token, and how tokens are reduced", group=ALGORITHM, is_common=True)
-    ] = "dapo"
+    loss_type: Annotated[GRPOLoss, Common("loss of a token, and how tokens are reduced")] = "dapo"
     scale_rewards: Annotated[
-        RewardScale,
-        Option(
-            "deviation that divides a reward's distance from its group's mean",
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        RewardScale, Common("deviation that divides a reward's distance from its group's mean")
     ] = "group"
     beta: Annotated[
-        float,
-        Option(
-            "coefficient of the divergence from the reference (0 needs no reference)",
-            range=COEFFICIENT,
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("coefficient of the divergence from the reference (0 needs no reference)", range=COEFFICIENT)
     ] = 0.02
     unbiased_kl: Annotated[
-        bool,
-        Option(
-            "weight the divergence by the ratio, which makes its gradient unbiased (DeepSeek-V3.2)", group=ALGORITHM
-        ),
+        bool, Option("weight the divergence by the ratio, which makes its gradient unbiased (DeepSeek-V3.2)")
     ] = True
     delta: Annotated[
-        float,
-        Option(
-            "largest ratio for bad tokens, above 1 + clip_high (INTELLECT-2; 0: any)",
-            range=(0, 1e6),
-            group=ALGORITHM,
-        ),
+        float, Option("largest ratio for bad tokens, above 1 + clip_high (INTELLECT-2; 0: any)", range=(0, 1e6))
     ] = 0.0
-    ratio: Annotated[
-        Ratio,
-        Option(
-            "level of the importance ratio (GSPO: sequence, GSPO-token: sequence_token)",
-            group=ALGORITHM,
-            is_common=True,
-        ),
-    ] = "token"
-    ratio_cap: Annotated[float, Option("largest ratio of cispo", range=(1, 1e6), group=ALGORITHM)] = 5.0
+    ratio: Annotated[Ratio, Common("level of the importance ratio (GSPO: sequence, GSPO-token: sequence_token)")] = (
+        "token"
+    )
+    ratio_cap: Annotated[float, Option("largest ratio of cispo", range=(1, 1e6))] = 5.0
     sapo_temperature_up: Annotated[
-        float, Option("sapo: temperature of the gate for good tokens", range=(1e-6, 1e6), group=ALGORITHM)
+        float, Option("sapo: temperature of the gate for good tokens", range=(1e-6, 1e6))
     ] = 1.0
     sapo_temperature_down: Annotated[
-        float, Option("sapo: temperature of the gate for bad tokens", range=(1e-6, 1e6), group=ALGORITHM)
+        float, Option("sapo: temperature of the gate for bad tokens", range=(1e-6, 1e6))
     ] = 1.05
-    vespo_k_up: Annotated[
-        float, Option("vespo: power of the weight of good responses", range=COEFFICIENT, group=ALGORITHM)
-    ] = 2.0
-    vespo_lambda_up: Annotated[
-        float, Option("vespo: decay of the weight of good responses", range=COEFFICIENT, group=ALGORITHM)
-    ] = 3.0
-    vespo_k_down: Annotated[
-        float, Option("vespo: power of the weight of bad responses", range=COEFFICIENT, group=ALGORITHM)
-    ] = 3.0
-    vespo_lambda_down: Annotated[
-        float, Option("vespo: decay of the weight of bad responses", range=COEFFICIENT, group=ALGORITHM)
-    ] = 2.0
+    vespo_k_up: Annotated[float, Option("vespo: power of the weight of good responses", range=COEFFICIENT)] = 2.0
+    vespo_lambda_up: Annotated[float, Option("vespo: decay of the weight of good responses", range=COEFFICIENT)] = 3.0
+    vespo_k_down: Annotated[float, Option("vespo: power of the weight of bad responses", range=COEFFICIENT)] = 3.0
+    vespo_lambda_down: Annotated[float, Option("vespo: decay of the weight of bad responses", range=COEFFICIENT)] = 2.0
     off_policy_threshold: Annotated[
         float,
         Option(
             "leave out bad responses from which the policy has moved by more than this (DeepSeek-V3.2; 0: off)",
             range=COEFFICIENT,
-            group=ALGORITHM,
         ),
     ] = 0.0
-    drop_uniform_groups: Annotated[
-        bool,
-        Option("leave out groups whose responses all have one reward", group=ALGORITHM, is_common=True),
-    ] = False
+    drop_uniform_groups: Annotated[bool, Common("leave out groups whose responses all have one reward")] = False
     groups_per_step: Annotated[
-        int,
-        Option(
-            "with drop_uniform_groups: train on the first N of the other groups (0: all)",
-            range=(0, 2**20),
-            group=ALGORITHM,
-        ),
+        int, Option("with drop_uniform_groups: train on the first N of the other groups (0: all)", range=(0, 2**20))
     ] = 0
 
     @property

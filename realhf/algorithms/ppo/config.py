@@ -6,7 +6,7 @@ from typing import Annotated
 from realhf.algorithms.choices import KLController, KLEstimator, check_choice
 from realhf.algorithms.options import PolicyOptions, check_dual_clip
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.base.options import ALGORITHM, Option
+from realhf.base.options import ALGORITHM, Common, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,80 +21,48 @@ class PPOHyperparameters(PolicyOptions):
     1.5 times its target, 0.015.
     """
 
-    gamma: Annotated[float, Option("discount of later rewards", range=(0, 1), group=ALGORITHM)] = 1.0
-    lam: Annotated[
-        float, Option("decay of generalised advantage estimation", range=(0, 1), group=ALGORITHM, is_common=True)
-    ] = 0.95
+    HEADING = ALGORITHM
+
+    gamma: Annotated[float, Option("discount of later rewards", range=(0, 1))] = 1.0
+    lam: Annotated[float, Common("decay of generalised advantage estimation", range=(0, 1))] = 0.95
     kl_coef: Annotated[
-        float,
-        Option(
-            "coefficient of the divergence from the reference in the rewards",
-            range=(0, 1e6),
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("coefficient of the divergence from the reference in the rewards", range=(0, 1e6))
     ] = 0.05
-    kl_estimator: Annotated[KLEstimator, Option("estimator of that divergence", group=ALGORITHM)] = "k1"
+    kl_estimator: Annotated[KLEstimator, Option("estimator of that divergence")] = "k1"
     kl_controller: Annotated[
-        KLController,
-        Option("adaptive: kl_coef of the first step, then raised or lowered towards kl_target", group=ALGORITHM),
+        KLController, Option("adaptive: kl_coef of the first step, then raised or lowered towards kl_target")
     ] = "fixed"
     kl_target: Annotated[
-        float, Option("adaptive: divergence of a whole response that is aimed at", range=(1e-9, 1e6), group=ALGORITHM)
+        float, Option("adaptive: divergence of a whole response that is aimed at", range=(1e-9, 1e6))
     ] = 6.0
     kl_horizon: Annotated[
         float,
-        Option(
-            "adaptive: samples in which kl_coef changes by at most 20 %",
-            range=(1, 1e12),
-            unit="samples",
-            group=ALGORITHM,
-        ),
+        Option("adaptive: samples in which kl_coef changes by at most 20 %", range=(1, 1e12), unit="samples"),
     ] = 10_000
     policy_clip: Annotated[
-        float,
-        Option(
-            "the ratio to the policy that drew a token stays within 1 +- this",
-            range=(1e-6, 1e6),
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("the ratio to the policy that drew a token stays within 1 +- this", range=(1e-6, 1e6))
     ] = 0.2
     dual_clip: Annotated[
-        float,
-        Option("bound on the loss of bad tokens, a multiple of their advantage above 1 (0: none)", group=ALGORITHM),
+        float, Option("bound on the loss of bad tokens, a multiple of their advantage above 1 (0: none)")
     ] = 0.0
     value_clip: Annotated[
-        float,
-        Option(
-            "values stay within this distance from those of the rollouts (0: any)",
-            range=(0, 1e6),
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("values stay within this distance from those of the rollouts (0: any)", range=(0, 1e6))
     ] = 0.2
     normalise_values: Annotated[
-        bool, Option("the critic learns returns in units of their running mean and deviation", group=ALGORITHM)
+        bool, Option("the critic learns returns in units of their running mean and deviation")
     ] = False
-    value_decay: Annotated[
-        float, Option("decay of that running mean and deviation", range=(0, 1 - 1e-9), group=ALGORITHM)
-    ] = 0.99
-    whiten_advantages: Annotated[
-        bool, Option("give the advantages of a batch mean 0 and deviation 1", group=ALGORITHM)
-    ] = True
+    value_decay: Annotated[float, Option("decay of that running mean and deviation", range=(0, 1 - 1e-9))] = 0.99
+    whiten_advantages: Annotated[bool, Option("give the advantages of a batch mean 0 and deviation 1")] = True
     max_kl: Annotated[
         float | None,
         Option(
             "end the training of a step when the policy is further than this from its rollouts (default: never)",
             range=(1e-9, 1e6),
-            group=ALGORITHM,
         ),
     ] = None
-    reward_mean: Annotated[float, Option("subtracted from scores", range=(-1e9, 1e9), group=ALGORITHM)] = 0.0
-    reward_std: Annotated[float, Option("divides scores", range=(1e-9, 1e9), group=ALGORITHM)] = 1.0
-    reward_clip: Annotated[
-        float, Option("clip scaled scores to +- this", range=(1e-9, 1e9), group=ALGORITHM, is_common=True)
-    ] = 5.0
+    reward_mean: Annotated[float, Option("subtracted from scores", range=(-1e9, 1e9))] = 0.0
+    reward_std: Annotated[float, Option("divides scores", range=(1e-9, 1e9))] = 1.0
+    reward_clip: Annotated[float, Common("clip scaled scores to +- this", range=(1e-9, 1e9))] = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,10 +79,7 @@ class PPOPtx(PPOHyperparameters):
     pretraining text.
     """
 
-    ptx_coef: Annotated[
-        float,
-        Option("weight of the examples' loss beside the rollouts'", range=(0, 1e6), group=ALGORITHM, is_common=True),
-    ] = 1.0
+    ptx_coef: Annotated[float, Common("weight of the examples' loss beside the rollouts'", range=(0, 1e6))] = 1.0
 
 
 ppo_advantages = tensor_function("realhf.algorithms.ppo.functions:ppo_advantages")

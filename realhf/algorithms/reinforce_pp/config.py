@@ -7,7 +7,7 @@ from realhf.algorithms.choices import Baseline, KLEstimator, check_choice
 from realhf.algorithms.grpo.config import check_groups
 from realhf.algorithms.options import COEFFICIENT, ClippedOptions
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.base.options import ALGORITHM, Option
+from realhf.base.options import Common, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,27 +19,15 @@ class ReinforcePlusPlus(ClippedOptions):
     (REINFORCE++-baseline) it is a part of the loss (k2), and each response's reward is less the mean of its group.
     """
 
-    baseline: Annotated[
-        Baseline,
-        Option(
-            "subtracted from each reward: nothing, or the mean reward of its group", group=ALGORITHM, is_common=True
-        ),
-    ] = "none"
+    baseline: Annotated[Baseline, Common("subtracted from each reward: nothing, or the mean reward of its group")] = (
+        "none"
+    )
     kl_coef: Annotated[
-        float,
-        Option(
-            "coefficient of the divergence from the reference (0 needs no reference)",
-            range=COEFFICIENT,
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("coefficient of the divergence from the reference (0 needs no reference)", range=COEFFICIENT)
     ] = 0.01
-    kl_estimator: Annotated[KLEstimator, Option("estimator of the divergence in the rewards", group=ALGORITHM)] = "k1"
-    gamma: Annotated[float, Option("discount of later rewards", range=(0, 1), group=ALGORITHM)] = 1.0
-    reward_clip: Annotated[
-        float,
-        Option("clip scores to +- this (0: not)", range=COEFFICIENT, group=ALGORITHM, is_common=True),
-    ] = 10.0
+    kl_estimator: Annotated[KLEstimator, Option("estimator of the divergence in the rewards")] = "k1"
+    gamma: Annotated[float, Option("discount of later rewards", range=(0, 1))] = 1.0
+    reward_clip: Annotated[float, Common("clip scores to +- this (0: not)", range=COEFFICIENT)] = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ from realhf.algorithms.choices import KLEstimator, check_choice
 from realhf.algorithms.options import COEFFICIENT, ClippedOptions
 from realhf.api.generation import GenerationOptions
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.base.options import ALGORITHM, Option
+from realhf.base.options import Common, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +18,9 @@ class ReMax(ClippedOptions):
     """
 
     kl_coef: Annotated[
-        float,
-        Option(
-            "coefficient of the divergence from the reference (0 needs no reference)",
-            range=COEFFICIENT,
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("coefficient of the divergence from the reference (0 needs no reference)", range=COEFFICIENT)
     ] = 0.05
-    kl_estimator: Annotated[KLEstimator, Option("estimator of the divergence", group=ALGORITHM)] = "k1"
+    kl_estimator: Annotated[KLEstimator, Option("estimator of the divergence")] = "k1"
 
     @property
     def greedy(self) -> GenerationOptions:

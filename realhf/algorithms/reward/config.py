@@ -5,7 +5,7 @@ from typing import Annotated
 
 from realhf.algorithms.options import COEFFICIENT
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
-from realhf.base.options import ALGORITHM, Option, Settings
+from realhf.base.options import ALGORITHM, Common, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,21 +15,13 @@ class PairLoss(Settings):
     A column `margin` [1] of the pairs is how much better the chosen response is said to be (0 without it).
     """
 
-    score_square_coef: Annotated[
-        float, Option("pull of each score to 0", range=COEFFICIENT, group=ALGORITHM, is_common=True)
-    ] = 0.001
+    HEADING = ALGORITHM
+
+    score_square_coef: Annotated[float, Common("pull of each score to 0", range=COEFFICIENT)] = 0.001
     centre_coef: Annotated[
-        float,
-        Option(
-            "pull of the sum of a pair's scores to 0; 0.01 is usual", range=COEFFICIENT, group=ALGORITHM, is_common=True
-        ),
+        float, Common("pull of the sum of a pair's scores to 0; 0.01 is usual", range=COEFFICIENT)
     ] = 0.0
-    epochs: Annotated[
-        int,
-        Option(
-            "passes of an update through the mini-batches of a step", range=(1, 1024), group=ALGORITHM, is_common=True
-        ),
-    ] = 1
+    epochs: Annotated[int, Common("passes of an update through the mini-batches of a step", range=(1, 1024))] = 1
 
 
 _pairwise = loss_function("realhf.algorithms.reward.functions:pairwise")

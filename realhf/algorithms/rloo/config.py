@@ -6,7 +6,7 @@ from typing import Annotated
 from realhf.algorithms.grpo.config import check_groups
 from realhf.algorithms.options import COEFFICIENT, ClippedOptions
 from realhf.api.script.functions import SEQUENCE_MEAN, BoundLoss, Reduction, loss_function, tensor_function
-from realhf.base.options import ALGORITHM, Option
+from realhf.base.options import Common
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,23 +20,11 @@ class RLOO(ClippedOptions):
 
     samples_per_prompt: int = 4
     kl_coef: Annotated[
-        float,
-        Option(
-            "coefficient of the divergence from the reference (0 needs no reference)",
-            range=COEFFICIENT,
-            group=ALGORITHM,
-            is_common=True,
-        ),
+        float, Common("coefficient of the divergence from the reference (0 needs no reference)", range=COEFFICIENT)
     ] = 0.05
-    reward_clip: Annotated[
-        float,
-        Option("clip scores to +- this (0: not)", range=COEFFICIENT, group=ALGORITHM, is_common=True),
-    ] = 0.0
+    reward_clip: Annotated[float, Common("clip scores to +- this (0: not)", range=COEFFICIENT)] = 0.0
     normalise_advantages: Annotated[
-        bool,
-        Option(
-            "take the mean of the batch off advantages, and divide by their deviation", group=ALGORITHM, is_common=True
-        ),
+        bool, Common("take the mean of the batch off advantages, and divide by their deviation")
     ] = False
 
     @property

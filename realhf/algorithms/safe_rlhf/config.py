@@ -7,7 +7,7 @@ from realhf.algorithms.options import COEFFICIENT
 from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_policy, ppo_value
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
 from realhf.base.errors import UserError
-from realhf.base.options import ALGORITHM, Option
+from realhf.base.options import Common
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,26 +18,11 @@ class SafeRLHF(PPOHyperparameters):
     above `cost_limit`, and falls while it is below.
     """
 
-    cost_limit: Annotated[
-        float,
-        Option("highest mean cost, in the cost model's units", range=(-1e9, 1e9), group=ALGORITHM, is_common=True),
-    ] = 0.0
-    cost_std: Annotated[
-        float,
-        Option(
-            "divide costs by this before advantages are estimated", range=(1e-9, 1e9), group=ALGORITHM, is_common=True
-        ),
-    ] = 1.0
-    multiplier: Annotated[
-        float, Option("Lagrange multiplier of the first step", range=(1e-6, 1e6), group=ALGORITHM, is_common=True)
-    ] = 1.0
-    max_multiplier: Annotated[
-        float, Option("largest Lagrange multiplier", range=(1e-6, 1e6), group=ALGORITHM, is_common=True)
-    ] = 100.0
-    multiplier_lr: Annotated[
-        float,
-        Option("step size on the logarithm of the multiplier", range=COEFFICIENT, group=ALGORITHM, is_common=True),
-    ] = 0.1
+    cost_limit: Annotated[float, Common("highest mean cost, in the cost model's units", range=(-1e9, 1e9))] = 0.0
+    cost_std: Annotated[float, Common("divide costs by this before advantages are estimated", range=(1e-9, 1e9))] = 1.0
+    multiplier: Annotated[float, Common("Lagrange multiplier of the first step", range=(1e-6, 1e6))] = 1.0
+    max_multiplier: Annotated[float, Common("largest Lagrange multiplier", range=(1e-6, 1e6))] = 100.0
+    multiplier_lr: Annotated[float, Common("step size on the logarithm of the multiplier", range=COEFFICIENT)] = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from realhf.api.data_options import DataOptions, ExampleOptions, PairOptions
 from realhf.api.experiment import Dataset
 from realhf.api.script.lines import ScriptError
-from realhf.base.options import NEEDED, Option
+from realhf.base.options import NEEDED, Common
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,13 @@ class ScriptData(DataOptions):
 
     DATASET: ClassVar[str]  # MODULE:CLASS, loaded by its name: data sets lie above the API
 
+    HEADING = NEEDED
+
     data: Annotated[
         str,
-        Option(
+        Common(
             "JSONL or parquet file, a folder or a pattern of such files, or a data set that `datasets` saved",
             metavar="FILE",
-            group=NEEDED,
-            is_common=True,
         ),
     ] = ""
 

@@ -24,7 +24,7 @@ from realhf.api.script.reward import Reward, models_of_rewards
 from realhf.api.script.trace import EndTokens, Trace
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.base.options import DATA, EVALUATION, NEEDED, TRAINING, Option
+from realhf.base.options import DATA, EVALUATION, NEEDED, TRAINING, Common, Option
 from realhf.dataflow.graph import ModelFunctionCallDef
 
 # By their names: they lie above the API.
@@ -44,43 +44,34 @@ class ScriptExperiment:
     """
 
     SCRIPT: ClassVar[Callable[..., None]]
+    HEADING = TRAINING
 
-    seed: Annotated[int, Option("seed of all random numbers", group=TRAINING, is_common=True)] = 0
-    steps: Annotated[int, Option("steps of training", group=TRAINING, is_common=True)] = 100
-    batch_size: Annotated[int, Option("responses, examples or pairs of a step", group=TRAINING, is_common=True)] = 0
-    mini_batches: Annotated[
-        int, Option("optimizer steps of each update, on equal parts of the batch", group=TRAINING, is_common=True)
-    ] = 1
-    dtype: Annotated[DType, Option("dtype of all models", group=TRAINING, is_common=True)] = "float32"
+    seed: Annotated[int, Common("seed of all random numbers")] = 0
+    steps: Annotated[int, Common("steps of training")] = 100
+    batch_size: Annotated[int, Common("responses, examples or pairs of a step")] = 0
+    mini_batches: Annotated[int, Common("optimizer steps of each update, on equal parts of the batch")] = 1
+    dtype: Annotated[DType, Common("dtype of all models")] = "float32"
     model: Annotated[
         str,
-        Option(
-            "run directory or Hugging Face checkpoint of all models that name none of their own (default: random "
-            "weights)",
+        Common(
+            "run directory or Hugging Face checkpoint of models that name none (default: random weights)",
             metavar="DIR",
             group=NEEDED,
-            is_common=True,
         ),
     ] = ""
     architecture: DecoderConfig = field(default_factory=lambda: SMALL)
     tokenizer: Annotated[
-        str,
-        Option(
-            "tokenizer.json or its directory (default: that of the model)", metavar="DIR", group=DATA, is_common=True
-        ),
+        str, Common("tokenizer.json or its directory (default: that of the model)", metavar="DIR", group=DATA)
     ] = ""
     eval_data: Annotated[
         str,
-        Option(
+        Common(
             "held-out rows, whose rewards or losses are measured before the first step and at the end",
             metavar="FILE",
             group=EVALUATION,
-            is_common=True,
         ),
     ] = ""
-    eval_every_steps: Annotated[int | None, Option("evaluate every N steps too", group=EVALUATION, is_common=True)] = (
-        None
-    )
+    eval_every_steps: Annotated[int | None, Common("evaluate every N steps too", group=EVALUATION)] = None
     eval_batch_size: Annotated[
         int,
         Option(

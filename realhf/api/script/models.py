@@ -59,11 +59,13 @@ class ScriptModel(OptimizerConfig):
 
     HEAD: ClassVar[Head]
 
+    HEADING = NEEDED
+
     model: Annotated[
-        str, Option("run directory or Hugging Face checkpoint (default: that of --model)", metavar="DIR", group=NEEDED)
+        str, Option("run directory or Hugging Face checkpoint (default: that of --model)", metavar="DIR")
     ] = ""
-    new_head: Annotated[bool, Option("put a new head on the checkpoint's layers", group=NEEDED)] = False
-    with_optimizer: Annotated[bool, Option("take the optimizer's states of the run as well", group=NEEDED)] = False
+    new_head: Annotated[bool, Option("put a new head on the checkpoint's layers")] = False
+    with_optimizer: Annotated[bool, Option("take the optimizer's states of the run as well")] = False
     backend: Annotated[str, BACKEND_OPTION] = NATIVE
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     follows: Annotated[Follow | None, tyro.conf.Suppress] = None

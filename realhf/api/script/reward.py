@@ -16,7 +16,7 @@ from realhf.api.script.trace import Request, Trace
 from realhf.api.script.views import View
 from realhf.architecture.compute import ComputeConfig
 from realhf.base.errors import UserError
-from realhf.base.options import NEEDED, REWARD, Option
+from realhf.base.options import NEEDED, REWARD, Common, Option
 from realhf.dataflow.graph import INFERENCE
 
 _TEXT_REWARD = "realhf.algorithms.text_reward.config:TextReward"  # by its name: it lies above the API
@@ -30,43 +30,37 @@ class Reward:
     The fields of functions are those of `realhf.algorithms.text_reward.config.TextReward`.
     """
 
+    HEADING = REWARD
+
     functions: Annotated[
         tuple[str, ...],
-        Option(
+        Common(
             "function of texts that scores responses, or ready:NAME; may be repeated, with =WEIGHT behind each",
             metavar="FILE.py:FUNCTION",
             group=NEEDED,
-            is_common=True,
         ),
         tyro.conf.arg(name=""),
         tyro.conf.UseAppendAction,
     ] = ()
     on_error: Annotated[
         Literal["fail", "zero", "drop"],
-        Option(
-            "a function that fails ends the run, counts as a value of 0, or drops the sample",
-            group=REWARD,
-            is_common=True,
-        ),
+        Common("a function that fails ends the run, counts as a value of 0, or drops the sample"),
     ] = "fail"
-    timeout_s: Annotated[
-        float, Option("longest one call of a function may take, in seconds", metavar="S", group=REWARD)
-    ] = 60.0
+    timeout_s: Annotated[float, Option("longest one call of a function may take, in seconds", metavar="S")] = 60.0
     processes: Annotated[
-        int, Option("processes for functions in each worker (0: the host's cores, divided among workers)", group=REWARD)
+        int, Option("processes for functions in each worker (0: the host's cores, divided among workers)")
     ] = 0
-    concurrency: Annotated[int, Option("calls of async functions that a worker makes at a time", group=REWARD)] = 1024
-    batch_samples: Annotated[int, Option("most samples that a function of batches gets at a time", group=REWARD)] = 64
+    concurrency: Annotated[int, Option("calls of async functions that a worker makes at a time")] = 1024
+    batch_samples: Annotated[int, Option("most samples that a function of batches gets at a time")] = 64
     seconds_per_sample: Annotated[
-        float, Option("seconds that the functions work on a sample, for the planner", metavar="S", group=REWARD)
+        float, Option("seconds that the functions work on a sample, for the planner", metavar="S")
     ] = 0.001
     model: Annotated[
         str,
-        Option(
+        Common(
             "reward model in place of functions: a run directory or Hugging Face checkpoint",
             metavar="DIR",
             group=NEEDED,
-            is_common=True,
         ),
     ] = ""
     new_head: Annotated[bool, Option("put a new head on the reward model's layers", group=NEEDED)] = False

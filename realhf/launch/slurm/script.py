@@ -71,12 +71,10 @@ class SlurmOptions(Options):
         ),
     ] = None
     plan_in_job: Annotated[
-        bool,
-        Option("the job plans the run on its first node (default where nothing here tells the nodes' hardware)"),
+        bool, Option("the job plans the run on its first node (default where nothing here tells the nodes' hardware)")
     ] = False
     queue_timeout_s: Annotated[
-        float | None,
-        Option("longest to wait for the job to start (default a day)", range=(0, YEAR_S), unit="seconds"),
+        float | None, Option("longest to wait for the job to start (default a day)", range=(0, YEAR_S), unit="seconds")
     ] = float(DAY_S)
     environment: tuple[tuple[str, str], ...] = ()
     end_timeout_s: float = 60.0

@@ -75,7 +75,7 @@ def test_every_option_has_a_sentence_and_is_there_once(words: list[str]) -> None
 def test_every_field_of_an_algorithm_has_a_sentence(name: str) -> None:
     found = list(experiment_fields(load_experiment_class(READY[name])))
     assert len(found) > 60
-    assert [one.flag for one in found if not one.option.help] == []
+    assert [one.flag for one in found if not one.option.documentation] == []
 
 
 @pytest.mark.parametrize("path", [*READY.values(), PPO])

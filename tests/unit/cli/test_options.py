@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
-from realhf.planning.osdp import OsdpRequest
 
 from realhf.base.errors import UserError
 from realhf.base.options import Option, Options, check_options, flags, options_in
@@ -17,6 +16,7 @@ from realhf.cli.command import Command
 from realhf.cli.options import add_options, given_in, options_of
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.lifecycle.request import RecoveryRequest, ReplanRequest
+from realhf.planning.model.osdp.request import OsdpRequest
 from realhf.planning.request import PlanRequest
 from realhf.planning.what_if import WhatIf
 from realhf.profiling.measure import ProfileRequest
@@ -127,5 +127,5 @@ def test_a_default_in_words_is_the_default() -> None:
     """Where the help of an option names its default itself."""
     for of in (RunSpec, RecoveryRequest, ReplanRequest, PlanRequest, WhatIf, OsdpRequest, ProfileRequest, SlurmOptions):
         for name, one in options_in(of).items():
-            words = re.search(r"\(default:? ([\w.+-]+)\)", one.option.help)
+            words = re.search(r"\(default:? ([\w.+-]+)\)", one.option.documentation)
             assert not words or one.default is None or words[1] == str(one.default), f"{of.__name__}.{name}"

@@ -28,10 +28,9 @@ class OsdpRequest(Options):
     # With one device there is nothing to shard.
     devices: Annotated[int, Option("devices of the data-parallel group", range=(2, DEVICES[1]))]
     memory_gb: Annotated[float, Option("memory of a device in GiB (2^30 bytes)", range=MEMORY_GB)]
-    batch: Annotated[
-        int | None,
-        Option("samples a device and step (default: the fastest per sample)", range=BATCH),
-    ] = None
+    batch: Annotated[int | None, Option("samples a device and step (default: the fastest per sample)", range=BATCH)] = (
+        None
+    )
     max_batch: Annotated[int, Option("largest batch to consider", range=BATCH)] = 512
     sequence_length: Annotated[int, Option("tokens of a sample", range=(1, 2**20))] = 2048
     slices: Annotated[int, Option("most slices to cut an operator into", range=(1, 64))] = 4
