@@ -35,6 +35,7 @@ def test_the_command_makes_the_files_and_says_so(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [task, str(tmp_path / "data"), "--seed", "3"])
+    monkeypatch.delitem(sys.modules, task, raising=False)
     runpy.run_module(task, run_name="__main__")
     assert str(tmp_path / "data") in capsys.readouterr().out
     assert json.loads((tmp_path / "data/manifest.json").read_text())["seed"] == 3
