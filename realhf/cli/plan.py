@@ -123,7 +123,8 @@ def compare_cases(
     out: Output, experiment: Any, request: PlanRequest, tasks: dict[str, PlanningTask], arguments: argparse.Namespace
 ) -> None:
     """Searches a plan for each task, and shows the plans side by side."""
-    if any(getattr(arguments, name) for name in ("plan", "rule", "compare", "html", "output", "dump_problem")):
+    whole = any(getattr(arguments, name) for name in ("compare", "html", "output", "dump_problem"))
+    if whole or request.plan or request.rule:
         raise UserError(
             "several clusters or values of --staleness are compared by their searched plans alone: give one of each "
             "with --plan, --rule, --compare, --html, --output or --dump-problem"

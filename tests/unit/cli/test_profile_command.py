@@ -29,7 +29,7 @@ def _offer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parsed(*words: str) -> Namespace:
-    return parser("profile").parse_args(["profile", "sft", "--launcher", "slurm", *words])
+    return parser("profile").parse_args(["sft", "--launcher", "slurm", *words])
 
 
 def size(*words: str, **settings: Any) -> tuple[int, int]:
