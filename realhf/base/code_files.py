@@ -3,10 +3,21 @@
 import hashlib
 import importlib.util
 import sys
+from importlib.machinery import SOURCE_SUFFIXES, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from realhf.base.errors import UserError
+
+
+class _SourceLoader(SourceFileLoader):
+    """Compiles the file each time. Bytecode goes by a file's size and the second of its last change: code that was
+    changed twice in a second could stay the old one."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
 
 
 def load_code_file(path: str | Path) -> ModuleType:
@@ -19,14 +30,16 @@ def load_code_file(path: str | Path) -> ModuleType:
         raise UserError(f"{path}: no such file")
     # The dataclass machinery looks classes up in sys.modules, hence the entry and its unique name.
     name = f"realhf_loaded_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
+    if file.suffix not in SOURCE_SUFFIXES:
         raise UserError(f"{path}: not a Python file")
+    loader = _SourceLoader(name, str(file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     add_to_search_path(file.parent)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except UserError as error:
         raise UserError(f"{path}{_line_in(file, error)}: {error}") from error
     except Exception as error:
