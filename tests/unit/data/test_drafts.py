@@ -106,7 +106,7 @@ def test_a_response_that_does_not_continue_the_prompt(folder: Path) -> None:
         is_chat=True,
     )
     second = PLAIN.replace("{% for", "{% if messages|length == 4 %}!{% endif %}{% for")
-    with pytest.raises(ValueError, match="otherwise than the prompt begins it"):
+    with pytest.raises(ValueError, match="in a prompt and in a whole chat"):
         writer(folder, second).answers(turns("u:b"), [turns("a:c"), turns("a:d", "u:e", "a:f")])
 
 
@@ -127,7 +127,7 @@ def test_a_chat_in_which_nobody_asks(template: str, folder: Path) -> None:
 
 def test_a_chat_without_a_response(folder: Path) -> None:
     found = writer(folder, PLAIN)
-    with pytest.raises(ValueError, match=r"^the last turn of the chat is not the assistant's, so that there is"):
+    with pytest.raises(ValueError, match=r"^the last turn of the chat is not the assistant's, so there is"):
         found.last_turn(TWO[:3])
     with pytest.raises(ValueError, match=r"^the chat has no turn of the assistant, so there is no response$"):
         found.all_turns(turns("u:b"))

@@ -126,7 +126,7 @@ BAD_GROUPS = {
     "with a remedy": (
         trained_with(dp=1, tp=2, pp=2),
         {"dp": 2, "tp": 2, "micro_dp": (2, 1)},
-        "on every device what the home, dp1 tp2 pp2 on devices 0-3 of actor_train_step, has there; set it to [1, 2]",
+        "on every device; the home is dp1 tp2 pp2 on devices 0-3 of actor_train_step; set it to [1, 2]",
     ),
     "of a home elsewhere": (
         trained_with(devices=(0, 2), dp=1, tp=2),

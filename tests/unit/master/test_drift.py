@@ -50,7 +50,7 @@ def test_ten_steps_behind_the_first_one_of_a_start_are_compared() -> None:
 
 def test_the_last_ten_steps_are_compared() -> None:
     """Four slow ones of the last ten are no drift, five are: the median of 2 s and 9 s is 5.5 s."""
-    watch = DriftWatch(1.5, told=["train"])
+    watch = DriftWatch(1.5, reported=["train"])
     told(watch, *[line(train=9.0, generate=2.0)] * 11)
     assert told(watch, *[line(train=9.0, generate=9.0)] * 4) == []
     (text,) = told(watch, line(train=9.0, generate=9.0))

@@ -56,5 +56,5 @@ def test_the_address_of_another_run_is_not_taken(tmp_path: Path) -> None:
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "master.json").write_text('{"address": 5}')
-    with pytest.raises(RunError, match="what it holds is no address"):
+    with pytest.raises(RunError, match="its content is no address"):
         wait_for_master(tmp_path, timeout_s=0.1)
