@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from realhf.api.experiment import AutoSettings, auto_settings
+from realhf.api.experiment import AutoSettings
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_range
 from realhf.cli.options import add_options, options_of
@@ -47,7 +47,7 @@ def profile_nodes(arguments: argparse.Namespace) -> int:
     """Submits a job, waits for it, and puts what it has measured where plans look for it."""
     options = slurm_options(arguments)
     experiment = experiment_of(arguments.experiment, arguments.overrides)
-    launcher, settings, out = SlurmLauncher(options), auto_settings(experiment), Output()
+    launcher, settings, out = SlurmLauncher(options), experiment.settings, Output()
     launcher.check()
     num_nodes, per_node = size_of(arguments, options, settings)
     request = with_links(options_of(ProfileRequest, arguments), num_nodes, per_node)

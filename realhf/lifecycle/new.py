@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.experiment import auto_settings
-from realhf.api.staleness import graph_of
+from realhf.api.computation import check_given
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.base.numbers import Bounds, check_fields
 from realhf.data.fit import check_fit, check_replay
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.plan import check_plan, load_plan
+from realhf.dataflow.plan import load_plan
 from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
 from realhf.lifecycle.request import RunRequest, experiment_of
@@ -37,17 +37,17 @@ def new_run(request: RunRequest, watch: Watch = unwatched) -> Run:
     experiment = experiment_of(request.experiment, request.fields)
     check_experiment(experiment)
     plan, cluster = plan_for(experiment, request.plan_request(), watch)
-    run = Run(RunSpec(**spec_fields(request, experiment, cluster)), experiment, plan)
+    run = Run(RunSpec(**spec_fields(request, experiment, cluster)), experiment.stale(plan.staleness), plan)
     check_run(run, request)
     return run
 
 
-def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[str, Any]:
+def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cluster) -> dict[str, Any]:
     """The fields of the run's specification that a request decides, for a plan on `cluster`."""
     return {
         "experiment_file": str(Path(request.experiment).resolve()),
-        "experiment_class": type(experiment).__name__,
-        "values": msgspec.to_builtins(experiment),
+        "experiment_class": type(experiment.source).__name__,
+        "values": msgspec.to_builtins(experiment.source),
         "working_directory": os.getcwd(),
         "num_workers": cluster.num_devices,
         "devices_per_node": cluster.devices_per_node,
@@ -56,11 +56,10 @@ def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[
     }
 
 
-def check_experiment(experiment: Any) -> None:
+def check_experiment(experiment: ResolvedExperiment) -> None:
     """Raises UserError for what is wrong with an experiment whatever its plan is."""
     check_values(experiment)
-    extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
-    graph = graph_of(experiment)
+    extent, batch_size, graph = experiment.dataset.check(), experiment.settings.batch_size, experiment.graph
     rows = graph.rows_per_step(batch_size)
     if extent.rows < rows:
         each = _per_prompt(graph)
@@ -68,10 +67,10 @@ def check_experiment(experiment: Any) -> None:
     check_fit(graph, extent)
 
 
-def check_values(experiment: Any) -> None:
+def check_values(experiment: ResolvedExperiment) -> None:
     """As `check_experiment`, of what can be judged before models and data are there."""
-    check_fields("", experiment, EXPERIMENT_RANGES)
-    _check_finite("", msgspec.to_builtins(experiment))
+    check_fields("", experiment.source, EXPERIMENT_RANGES)
+    _check_finite("", msgspec.to_builtins(experiment.source))
 
 
 def _per_prompt(graph: DataflowGraph) -> str:
@@ -145,7 +144,7 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
                 f"--fallback-plan {path} says staleness={plan.staleness} and the run's plan {run.plan.staleness}; make "
                 "one with the same, whose models the run's checkpoints have"
             )
-        check_plan(plan, run.graph, run.settings.batch_size)
+        check_given(plan, run.experiment, run.graph, run.settings.batch_size, workers)
 
 
 def said_of_data(run: Run) -> list[str]:

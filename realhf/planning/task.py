@@ -31,8 +31,9 @@ class PlanningTask:
     `open_choices`: by model what a plan may choose of its computation (`realhf.api.computation`). `mixed`: the models
     whose operators may have modes of their own. `breadth`: of the ways to run a call those that are searched (None: as
     many as clusters of this size allow). `near`: the only meshes that are searched (none: all that there are).
-    `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.staleness`). `staler`: the
-    same task with more of it, of which a search may choose one.
+    `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.resolved`). `staler`: the
+    same task with more of it, of which a search may choose one. `seed` and `evaluations`: the experiment's, for a
+    search whose budget names no number of plans (None: one that grows with the problem).
     """
 
     graph: DataflowGraph
@@ -49,6 +50,8 @@ class PlanningTask:
     breadth: Breadth | None = None
     near: tuple[DeviceMesh, ...] = ()
     staleness: int = 0
+    seed: int = 0
+    evaluations: int | None = None
     staler: "tuple[PlanningTask, ...]" = ()
 
     def varied(

@@ -33,7 +33,8 @@ EXPERIMENT = """
 from dataclasses import dataclass, field
 from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
 from realhf.algorithms.reward.config import SequenceReward
-from realhf.api.experiment import KeyLengths, auto
+from realhf.api.decorator import auto
+from realhf.api.experiment import KeyLengths
 from realhf.dataflow.graph import GENERATE, INFERENCE, ModelFunctionCallDef
 from realhf.architecture.model import DecoderConfig
 from realhf.planning.model.descriptions import load_hardware

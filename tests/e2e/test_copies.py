@@ -120,7 +120,7 @@ from typing import ClassVar
 
 from experiments.ppo import PPOExperiment
 from realhf.algorithms.ppo.config import PPOReference
-from realhf.api.experiment import auto
+from realhf.api.decorator import auto
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,7 +186,7 @@ TWO_PRODUCERS = """
 from dataclasses import dataclass
 
 from experiments.ppo import PPOExperiment
-from realhf.api.experiment import auto
+from realhf.api.decorator import auto
 from realhf.dataflow.graph import INFERENCE, ModelFunctionCallDef
 from realhf.algorithms.reward.config import SequenceReward
 
@@ -228,7 +228,7 @@ from typing import ClassVar
 
 from experiments.sft import SFTExperiment
 from realhf.algorithms.sft.config import SFT
-from realhf.api.experiment import auto
+from realhf.api.decorator import auto
 
 
 class Absent(SFT):

@@ -31,7 +31,8 @@ from typing import ClassVar
 
 from experiments.ppo import PPOExperiment
 from realhf.algorithms.ppo.config import PPOActor
-from realhf.api.experiment import ModelSetup, auto
+from realhf.api.decorator import auto
+from realhf.api.experiment import ModelSetup
 from realhf.dataflow.graph import INFERENCE, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 
@@ -151,7 +152,7 @@ import os
 from dataclasses import dataclass
 
 from experiments.ppo import PPOExperiment
-from realhf.api.experiment import auto
+from realhf.api.decorator import auto
 
 
 @auto(batch_size=128)

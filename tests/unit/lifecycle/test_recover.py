@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base import files
 from realhf.base.errors import RunError, UserError
 from realhf.data import sort_task
@@ -43,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     )
     return Run(
         spec,
-        SimpleNamespace(steps=9, **{SETTINGS_ATTRIBUTE: AutoSettings(batch_size=1)}),
+        ResolvedExperiment(SimpleNamespace(steps=9, **{SETTINGS_ATTRIBUTE: AutoSettings(batch_size=1)})),
         ExecutionPlan(num_devices=2, calls={}),
     )
 
@@ -255,7 +256,7 @@ def test_a_run_whose_data_has_changed_is_not_restarted(
     sort_task.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    run.experiment.dataset = PromptDataset(path=str(rows), tokenizer=str(tmp_path))
+    run.experiment.source.dataset = PromptDataset(path=str(rows), tokenizer=str(tmp_path))
     monkeypatch.setattr(Run, "graph", SimpleNamespace(calls={}, models={}))
     monkeypatch.setattr(Run, "models", {})
     keep_inputs(run, directory)
