@@ -7,7 +7,7 @@ from pathlib import Path
 from realhf.base.errors import UserError
 from realhf.cli.options import add_experiment, add_options, options_of
 from realhf.cli.output import Output, Phases
-from realhf.cli.profile_nodes import SLURM, add_node_arguments, profile_nodes
+from realhf.cli.profile_nodes import add_node_arguments, profile_nodes, queueing
 from realhf.cli.profile_tables import missing_of, show
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
@@ -36,13 +36,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_options(command, ProfileRequest)
     command.add_argument("--force", action="store_true", help="measure again what was measured already")
     command.add_argument(
-        "--launcher", choices=("local", SLURM), default="local", help="where to measure: on this machine or on nodes"
+        "--launcher",
+        choices=("local", *queueing()),
+        default="local",
+        help="where to measure: on this machine or on nodes",
     )
     add_node_arguments(command)
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    if arguments.launcher == SLURM:
+    if arguments.launcher in queueing():
         return profile_nodes(arguments)
     request = options_of(ProfileRequest, arguments)
     check_here(request, arguments)

@@ -1,9 +1,10 @@
-"""`realhf profile --launcher slurm`: measure on the nodes of a cluster, from its login node."""
+"""`realhf profile --launcher NAME`: measure on the nodes of a cluster, from its login node."""
 
 import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,9 +14,7 @@ from realhf.base.numbers import DEVICES, check_range
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, Phases
 from realhf.cli.profile_tables import missing_of, show
-from realhf.launch.slurm.launcher import SlurmLauncher
-from realhf.launch.slurm.offer import ask
-from realhf.launch.slurm.script import SlurmOptions
+from realhf.launch.launcher import LAUNCHERS, Launcher, find_launcher
 from realhf.lifecycle.interruption import Interruption
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import cluster_of
@@ -25,11 +24,14 @@ from realhf.planning.request import DevicesRequest
 from realhf.profiling.measure import ProfileRequest, profile_job, targets_of
 from realhf.profiling.on_nodes import Measuring, measure_on_nodes, measured_before
 
-SLURM = "slurm"
+
+def queueing() -> dict[str, type[Launcher]]:
+    """By name the launchers of clusters with a queue."""
+    return {name: launcher for name in LAUNCHERS if (launcher := find_launcher(name)).queues}
 
 
 def add_node_arguments(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("--launcher slurm")
+    group = command.add_argument_group(f"--launcher {', '.join(queueing())}")
     group.add_argument("--nodes", type=int, help="nodes to measure on (default: that of @auto, else 2)")
     group.add_argument(
         "--gpus-per-node", type=int, help="devices a node (default: that of @auto, else a node's GPUs, as sinfo tells)"
@@ -40,18 +42,19 @@ def add_node_arguments(command: argparse.ArgumentParser) -> None:
         type=Path,
         help="where the job's files lie meanwhile, which its nodes have to see (default runs/profile-NAME-TIME)",
     )
-    add_options(group, SlurmOptions)
+    for launcher in queueing().values():
+        add_options(group, launcher.options_type)
 
 
 def profile_nodes(arguments: argparse.Namespace) -> int:
     """Submits a job, waits for it, and puts what it has measured where plans look for it."""
-    options = slurm_options(arguments)
+    options = node_options(arguments)
     experiment = experiment_of(arguments.experiment, arguments.overrides)
-    launcher, settings, out = SlurmLauncher(options), experiment.settings, Output()
+    launcher, settings, out = find_launcher(arguments.launcher)(options), experiment.settings, Output()
     launcher.check()
-    num_nodes, per_node = size_of(arguments, options, settings)
+    num_nodes, per_node = size_of(arguments, launcher, settings)
     request = with_links(options_of(ProfileRequest, arguments), num_nodes, per_node)
-    hardware = described(arguments.hardware, options, num_nodes, per_node)
+    hardware = described(arguments.hardware, arguments.cpu_only, num_nodes, per_node)
     targets = targets_of(experiment, hardware.name if hardware else "", request) if request.models else []
     if hardware:
         targets = missing_of(targets, arguments.force, out)
@@ -95,26 +98,26 @@ def profile_nodes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
-    """Raises UserError for options that are a run's."""
-    options = options_of(SlurmOptions, arguments)
-    if options.until_done or options.notice_s is not None:
-        name = "--until-done" if options.until_done else "--notice-s"
+def node_options(arguments: argparse.Namespace) -> Any:
+    """The options of the launcher. Raises UserError for those that are a run's."""
+    options = options_of(find_launcher(arguments.launcher).options_type, arguments)
+    if arguments.until_done or arguments.notice_s is not None:
+        name = "--until-done" if arguments.until_done else "--notice-s"
         raise UserError(
             f"{name} is for a run, which goes on from a checkpoint; a profile is measured anew: leave it out"
         )
     if arguments.num_workers is not None:
         raise UserError(
-            f"--num-workers {arguments.num_workers} is for this machine; with --launcher {SLURM} give --nodes and "
-            "--gpus-per-node"
+            f"--num-workers {arguments.num_workers} is for this machine; with --launcher {arguments.launcher} give "
+            "--nodes and --gpus-per-node"
         )
     return options
 
 
-def size_of(arguments: argparse.Namespace, options: SlurmOptions, settings: AutoSettings) -> tuple[int, int]:
+def size_of(arguments: argparse.Namespace, launcher: Launcher, settings: AutoSettings) -> tuple[int, int]:
     """(nodes, devices of each). Raises UserError for a number out of its range, and where that of a node's devices is
     not known."""
-    if settings.launcher not in (None, SLURM):
+    if settings.launcher not in (None, arguments.launcher):
         settings = replace(settings, nodes=None, gpus_per_node=None)
     only = options_of(ProfileRequest, arguments)
     is_between = not only.words or NETWORK in only.words
@@ -123,11 +126,11 @@ def size_of(arguments: argparse.Namespace, options: SlurmOptions, settings: Auto
     if NETWORK in only.words and nodes == 1:
         raise UserError(f"--only {NETWORK} measures between two nodes, and --nodes is 1; give --nodes 2")
     per_node = settings.gpus_per_node if arguments.gpus_per_node is None else arguments.gpus_per_node
-    if per_node is None and not options.cpu_only:
-        per_node = ask().gpus_per_node(options.partition, options.gpu_type)
+    if per_node is None and not arguments.cpu_only:
+        per_node = launcher.node_devices()
     if per_node is None:
-        what = "how many workers a node is to have" if options.cpu_only else "one number of GPUs for all nodes"
-        raise UserError(f"SLURM does not tell {what}; give --gpus-per-node")
+        what = "how many workers a node is to have" if arguments.cpu_only else "one number of GPUs for all nodes"
+        raise UserError(f"--launcher {arguments.launcher} does not tell {what}; give --gpus-per-node")
     for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node), ("devices:", nodes * per_node)):
         check_range(flag, number, *DEVICES)
     return nodes, per_node
@@ -141,11 +144,9 @@ def with_links(request: ProfileRequest, num_nodes: int, per_node: int) -> Profil
     return replace(request, only=",".join(words))
 
 
-def described(name: str | None, options: SlurmOptions, num_nodes: int, per_node: int) -> Hardware | None:
+def described(name: str | None, cpu_only: bool, num_nodes: int, per_node: int) -> Hardware | None:
     """The hardware that is named, or that nodes without GPUs are planned as; None: the nodes will tell."""
-    if name is None and not options.cpu_only:
+    if name is None and not cpu_only:
         return None
-    request = DevicesRequest(
-        nodes=num_nodes, gpus_per_node=per_node, hardware=name, place="nodes", cpu_only=options.cpu_only
-    )
+    request = DevicesRequest(nodes=num_nodes, gpus_per_node=per_node, hardware=name, place="nodes", cpu_only=cpu_only)
     return cluster_of(request).hardware

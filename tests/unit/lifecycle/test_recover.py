@@ -23,7 +23,7 @@ from realhf.launch import supervisor
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job, ProcessSpec
 from realhf.lifecycle import shrink
-from realhf.lifecycle.controller import Controller, Listener, gone_on, last_step
+from realhf.lifecycle.controller import Controller, Listener, continued, last_step
 from realhf.lifecycle.request import RecoveryRequest, RunRequest
 from realhf.rundir.events import Event, note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
@@ -268,7 +268,7 @@ def test_a_run_whose_data_has_changed_is_not_restarted(
     with pytest.raises(RunError, match=match):
         carry_out(run, directory, [1], max_restarts=3)
     with pytest.raises(UserError, match=r"the data set of the run .*rows\.jsonl has other content"):
-        gone_on(run, run, directory)  # as where SLURM starts the job once more
+        continued(run, run, directory)  # as where SLURM starts the job once more
 
 
 def test_restarts_are_counted(run: Run, directory: RunDirectory) -> None:
