@@ -32,14 +32,14 @@ class DriftWatch:
 
     Args:
         threshold: above 1; a call has drifted if its factor is above it, or below 1 / it.
-        told: calls that an earlier start of the run has reported under the same plan.
+        reported: calls that an earlier start of the run has reported under the same plan.
     """
 
-    def __init__(self, threshold: float, told: Iterable[str] = ()):
+    def __init__(self, threshold: float, reported: Iterable[str] = ()):
         self._threshold = threshold
         self._to_skip = WARM_UP
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-        self._told = set(told)
+        self._reported = set(reported)
 
     def step(self, line: Mapping[str, Any]) -> list[str]:
         """The reports after another step: one sentence for each call that has drifted, beginning with its name."""
@@ -53,9 +53,9 @@ class DriftWatch:
         calls = [
             name
             for name, factor in factors.items()
-            if name not in self._told and not 1 / self._threshold <= factor <= self._threshold
+            if name not in self._reported and not 1 / self._threshold <= factor <= self._threshold
         ]
-        self._told.update(calls)
+        self._reported.update(calls)
         return [self._describe(name, factors[name]) for name in calls]
 
     def _describe(self, name: str, factor: float) -> str:
@@ -70,12 +70,12 @@ class DriftWatch:
         )
 
 
-def told_calls(events: Sequence[Event]) -> set[str]:
+def reported_calls(events: Sequence[Event]) -> set[str]:
     """The calls that were reported under the run's present plan; another plan has other predictions."""
-    told: set[str] = set()
+    reported: set[str] = set()
     for event in events:
         if event.event == "replanned":
-            told.clear()
+            reported.clear()
         elif event.event == "drift":
-            told.add(event.message.partition(" ")[0])
-    return told
+            reported.add(event.message.partition(" ")[0])
+    return reported

@@ -17,7 +17,7 @@ from realhf.data.text_dataset import TextDataset
 from realhf.dataflow.copies import with_copies
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.master.clocks import WorkerClocks
-from realhf.master.drift import DriftWatch, told_calls
+from realhf.master.drift import DriftWatch, reported_calls
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph
 from realhf.master.milestones import Milestones
 from realhf.master.records import Trace, log_step, step_metrics
@@ -88,7 +88,7 @@ class Master:
         self._ending: RunState = "done"
         self._end_request: EndRequest | None = None
         self._why_early = ""
-        self._drift = DriftWatch(run.spec.drift_threshold, told_calls(read_events(directory.events)))
+        self._drift = DriftWatch(run.spec.drift_threshold, reported_calls(read_events(directory.events)))
         self._step = run.spec.resume_step
         self._statistics: dict[str, float] = {}  # of the last step, and of an evaluation after it
         self._previous_end = now_s()

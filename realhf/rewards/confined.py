@@ -141,7 +141,7 @@ def mount_own_files(folder: str, size_bytes: int, entries: int) -> None:
 # --- all together
 
 
-def what_is_lacking() -> list[str]:
+def missing_protections() -> list[str]:
     """What this kernel grants no process without root, in words; asked of the kernel without starting anything."""
     lacking = []
     if not has_call_filter():
@@ -178,7 +178,7 @@ def confine(folder: str, readable: list[str], limits: dict[str, int], *, has_chi
     _drop_capabilities()
     _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     if not has_call_filter():
-        with contextlib.suppress(OSError):  # what_is_lacking has said so
+        with contextlib.suppress(OSError):  # missing_protections has said so
             leave_network()
     set_limits(limits)
     if version := landlock_version():

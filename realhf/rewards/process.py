@@ -147,7 +147,7 @@ class _Server:
         try:
             value = as_reward(reward.function(**arguments), reward.signature.style)
         except BaseException as error:
-            self._send(Failed(work.number, [place], *_told(error), self._seconds()))
+            self._send(Failed(work.number, [place], *_kind_and_text(error), self._seconds()))
         else:
             self._send(Value(work.number, place, value, self._seconds()))
         finally:
@@ -164,7 +164,7 @@ class _Server:
             self._send(Failed(work.number, list(places), "count", str(error), self._seconds()))
         except BaseException as error:
             if len(places) == 1:
-                self._send(Failed(work.number, [0], *_told(error), self._seconds()))
+                self._send(Failed(work.number, [0], *_kind_and_text(error), self._seconds()))
             else:
                 self._score_apart(work, reward)
         else:
@@ -180,7 +180,7 @@ class _Server:
                 [value] = as_rewards(returned, 1, reward.signature.style)
                 number = as_reward(value, reward.signature.style)
             except BaseException as error:
-                self._send(Failed(work.number, [place], *_told(error), self._seconds()))
+                self._send(Failed(work.number, [place], *_kind_and_text(error), self._seconds()))
             else:
                 self._send(Value(work.number, place, number, self._seconds()))
 
@@ -222,7 +222,9 @@ class _Server:
         try:
             value = as_reward(await self._call(reward, [work.samples[place]]), reward.signature.style)
         except BaseException as error:
-            self._send(Failed(work.number, [place], *_told(error, self._timeout_s), time.monotonic() - start_s))
+            self._send(
+                Failed(work.number, [place], *_kind_and_text(error, self._timeout_s), time.monotonic() - start_s)
+            )
         else:
             self._send(Value(work.number, place, value, time.monotonic() - start_s))
 
@@ -237,7 +239,7 @@ class _Server:
         except BadValueError as error:
             self._send(Failed(work.number, [*range(count)], "count", str(error), time.monotonic() - start_s))
         except BaseException as error:
-            kind, text = _told(error, self._timeout_s)
+            kind, text = _kind_and_text(error, self._timeout_s)
             if count == 1 or kind == "time":
                 self._send(Failed(work.number, [*range(count)], kind, text, time.monotonic() - start_s))
                 return
@@ -252,7 +254,9 @@ class _Server:
             [value] = as_rewards(await self._call(reward, [work.samples[place]]), 1, style)
             number = as_reward(value, style)
         except BaseException as error:
-            self._send(Failed(work.number, [place], *_told(error, self._timeout_s), time.monotonic() - start_s))
+            self._send(
+                Failed(work.number, [place], *_kind_and_text(error, self._timeout_s), time.monotonic() - start_s)
+            )
         else:
             self._send(Value(work.number, place, number, time.monotonic() - start_s))
 
@@ -309,7 +313,7 @@ def end_group(code: int) -> None:
     os._exit(code)
 
 
-def _told(error: BaseException, timeout_s: float = 0.0) -> tuple[Kind, str]:
+def _kind_and_text(error: BaseException, timeout_s: float = 0.0) -> tuple[Kind, str]:
     """The kind of a failure and its text: what was raised, and the last places in the user's code."""
     if isinstance(error, BadValueError):
         return "value", str(error)

@@ -13,7 +13,7 @@ from typing import Any
 from realhf.base.code_files import load_code_file
 from realhf.base.errors import UserError
 from realhf.rewards import ready
-from realhf.rewards.confined import what_is_lacking
+from realhf.rewards.confined import missing_protections
 from realhf.rewards.signature import Function, Signature, recognise
 
 READY = "ready"
@@ -98,7 +98,7 @@ def notes_of(texts: Sequence[str]) -> list[str]:
     """What a user should know before a run with these functions, in words: limits that this kernel cannot set."""
     sources = [RewardSource.parse(text) for text in texts]
     uses_sandbox = any(source.module == READY and _plain_name(source) == "unit_tests" for source in sources)
-    return [f"{READY}:unit_tests: {lack}" for lack in what_is_lacking()] if uses_sandbox else []
+    return [f"{READY}:unit_tests: {lack}" for lack in missing_protections()] if uses_sandbox else []
 
 
 def _weight(text: str, weight: str) -> float:

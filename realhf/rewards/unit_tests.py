@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import Any
 
-from realhf.rewards.confined import what_is_lacking
+from realhf.rewards.confined import missing_protections
 from realhf.rewards.sandbox import Limits, run_tests
 from realhf.rewards.signature import Function, asking_for
 
@@ -37,7 +37,7 @@ def unit_tests(
     limits = Limits(time_s=timeout_s, memory_mb=memory_mb, files_mb=files_mb)
 
     def reward(response: str, **row: Any) -> float:
-        _say_what_is_lacking()
+        _say_missing_protections()
         tests = listed_tests(row[column])
         if not tests:
             raise ValueError(f"column {column!r} has no tests: {row[column]!r}")
@@ -67,6 +67,6 @@ def listed_tests(value: Any) -> list[str]:
 
 
 @cache
-def _say_what_is_lacking() -> None:
-    for lack in what_is_lacking():
+def _say_missing_protections() -> None:
+    for lack in missing_protections():
         logger.warning("unit tests: %s", lack)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from realhf.master.drift import WARM_UP, WINDOW, DriftWatch, call_factors, told_calls
+from realhf.master.drift import WARM_UP, WINDOW, DriftWatch, call_factors, reported_calls
 from realhf.rundir.events import Event
 
 
@@ -50,7 +50,7 @@ def test_ten_steps_behind_the_first_one_of_a_start_are_compared() -> None:
 
 def test_the_last_ten_steps_are_compared() -> None:
     """Four slow ones of the last ten are no drift, five are: the median of 2 s and 9 s is 5.5 s."""
-    watch = DriftWatch(1.5, told=["train"])
+    watch = DriftWatch(1.5, reported=["train"])
     told(watch, *[line(train=9.0, generate=2.0)] * 11)
     assert told(watch, *[line(train=9.0, generate=9.0)] * 4) == []
     (text,) = told(watch, line(train=9.0, generate=9.0))
@@ -86,8 +86,8 @@ def test_a_start_does_not_repeat_what_an_earlier_one_told_under_the_same_plan() 
     told_before = Event(time_s=0.0, event="drift", step=11, message="train takes 2 times as long as the plan predicts")
     restarted = Event(time_s=1.0, event="restarted", step=10)
     replanned = Event(time_s=2.0, event="replanned", step=10)
-    assert told_calls([told_before, restarted]) == {"train"}
-    assert told_calls([told_before, restarted, replanned]) == set()
+    assert reported_calls([told_before, restarted]) == {"train"}
+    assert reported_calls([told_before, restarted, replanned]) == set()
     steps = [line(train=6.0, generate=6.0)] * (WARM_UP + WINDOW)
-    (text,) = told(DriftWatch(1.5, told_calls([told_before, restarted])), *steps)
+    (text,) = told(DriftWatch(1.5, reported_calls([told_before, restarted])), *steps)
     assert text.startswith("generate takes 3 times")

@@ -298,4 +298,4 @@ def test_what_a_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(confined, "has_call_filter", lambda has=has_filter: has)
         monkeypatch.setattr(confined, "landlock_version", lambda version=version: version)
-        assert confined.what_is_lacking() == lacking
+        assert confined.missing_protections() == lacking

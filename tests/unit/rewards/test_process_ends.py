@@ -19,7 +19,7 @@ from realhf.rewards.messages import (
     Failed,
     Work,
 )
-from realhf.rewards.process import _Now, _Server, _told, end_group, end_with, main
+from realhf.rewards.process import _kind_and_text, _Now, _Server, end_group, end_with, main
 from tests.unit.rewards.conftest import EndedError, Served
 from tests.unit.rewards.samples import of
 from tests.unit.rewards.test_process import without_places
@@ -152,7 +152,7 @@ def deep(depth: int) -> None:
 def test_an_exception_is_told_with_its_last_places() -> None:
     with pytest.raises(ValueError, match="deep") as caught:
         deep(5)
-    kind, text = _told(caught.value)
+    kind, text = _kind_and_text(caught.value)
     first, *places = text.splitlines()
     line = deep.__code__.co_firstlineno
     assert (kind, first) == ("exception", "ValueError: deep")
@@ -177,12 +177,12 @@ def test_an_exception_that_has_no_text() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert _told(BadError())[0] == "exception"
-    assert _told(BadError())[1].endswith(("BadError", "<exception str() failed>"))
+    assert _kind_and_text(BadError())[0] == "exception"
+    assert _kind_and_text(BadError())[1].endswith(("BadError", "<exception str() failed>"))
 
 
 def test_the_limit_is_told() -> None:
-    assert _told(module._TooLongError(), 2.5) == ("time", "the call took more than timeout_s=2.5 s")
+    assert _kind_and_text(module._TooLongError(), 2.5) == ("time", "the call took more than timeout_s=2.5 s")
 
 
 # --- the process

@@ -275,12 +275,12 @@ def test_unit_tests_without_tests() -> None:
 
 
 def test_what_the_kernel_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("realhf.rewards.unit_tests.what_is_lacking", lambda: ["no one", "no other"])
+    monkeypatch.setattr("realhf.rewards.unit_tests.missing_protections", lambda: ["no one", "no other"])
     monkeypatch.setattr("realhf.rewards.unit_tests.run_tests", lambda *given: [""])
-    unit_tests_module._say_what_is_lacking.cache_clear()
+    unit_tests_module._say_missing_protections.cache_clear()
     for _ in range(2):
         assert reward("unit_tests", "p", tests="a") == 1
-    unit_tests_module._say_what_is_lacking.cache_clear()
+    unit_tests_module._say_missing_protections.cache_clear()
     assert [record.getMessage() for record in caplog.records] == ["unit tests: no one", "unit tests: no other"]
 
 

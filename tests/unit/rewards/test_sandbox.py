@@ -479,7 +479,7 @@ def test_what_the_kernel_lacks_is_told(
     monkeypatch.setattr(confined, "landlock_version", lambda: landlock)
     if machine == "x86_64" and (real() != machine or not confined.has_call_filter()):
         pytest.skip("not this machine")
-    told = confined.what_is_lacking()
+    told = confined.missing_protections()
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
 

@@ -224,7 +224,7 @@ def test_any_text_is_a_source_or_a_user_s_error(text: str) -> None:
 
 
 def test_what_the_kernel_lacks_is_said_of_unit_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.rewards.sources.what_is_lacking", lambda: ["programs may do much"])
+    monkeypatch.setattr("realhf.rewards.sources.missing_protections", lambda: ["programs may do much"])
     assert notes_of(["ready:unit_tests(share=True)", "a.py:f"]) == ["ready:unit_tests: programs may do much"]
     assert notes_of(["ready:numeric", "a.py:unit_tests"]) == []
 
