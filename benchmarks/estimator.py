@@ -24,6 +24,7 @@ from typing import Any
 from lib.common import argument_parser, case, finish, realhf
 from lib.pages import RUNS
 
+from realhf.api.resolved import ResolvedExperiment
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
 from realhf.planning.here import CPU
 from realhf.planning.model.cluster import Cluster, device_meshes
@@ -134,7 +135,7 @@ def random_plan(setting: Setting, seed: int) -> ExecutionPlan:
     """A plan that fits into memory, every call's option drawn by itself."""
     hardware = load_hardware(CPU)
     cluster = Cluster(devices_per_node=NUM_WORKERS, hardware=hardware)
-    task = task_of(setting.experiment(), cluster)
+    task = task_of(ResolvedExperiment(setting.experiment()), cluster)
     draw = random.Random(f"{setting} {seed}")
     while True:
         calls = {}

@@ -25,6 +25,7 @@ import msgspec
 from lib.common import argument_parser, case, finish, realhf
 from lib.pages import RUNS
 
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallCompute, ExecutionPlan, load_plan, save_plan
 from realhf.lifecycle.request import experiment_of
@@ -174,7 +175,7 @@ class Setting:
         what = f" {'/'.join(self.architectures)} on {self.cluster}, simulated" if self.cluster else ""
         return f"{self.feature}:{what} {words}{where}"
 
-    def experiment(self) -> Any:
+    def experiment(self) -> ResolvedExperiment:
         return experiment_of(self.models.job, self.all_words)
 
     def task(self, memory_gib: float | None) -> PlanningTask:
@@ -321,7 +322,7 @@ def _roomy(task: PlanningTask) -> Cluster:
 
 def found(setting: Setting, task: PlanningTask) -> Planned:
     """The best plan found, with its interval. Raises UserError if none fits."""
-    result = search_for(setting.experiment(), task, BUDGET)
+    result = search_for(task, BUDGET)
     prediction = describe(task, result).analysis.prediction
     return Planned(
         plan=prediction.plan,

@@ -13,6 +13,7 @@ from lib.common import case, finish, parse_arguments, realhf
 from lib.pages import RUNS
 
 from realhf.api import ExecutionPlan, save_plan
+from realhf.api.resolved import ResolvedExperiment
 from realhf.planning.here import CPU
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
@@ -50,14 +51,14 @@ def make_plans() -> dict[str, ExecutionPlan]:
     """The searched plan, and by their names the heuristic one and the one predicted to be the best of all by rule."""
     hardware = load_hardware(CPU)
     cluster = Cluster(devices_per_node=NUM_WORKERS, hardware=hardware)
-    experiment = load_experiment_class(EXPERIMENT)()
+    experiment = ResolvedExperiment(load_experiment_class(EXPERIMENT)())
     task = task_of(experiment, cluster)
     assert task.costs.profiled, "the profile was just made"
     rules = {
         result.name: result.prediction for result in evaluate_presets(task) if result.prediction and not result.problem
     }
     best = min(rules, key=lambda name: rules[name].step_s)
-    return {"searched": search_for(experiment, task).plan, **{name: rules[name].plan for name in (best, "heuristic")}}
+    return {"searched": search_for(task).plan, **{name: rules[name].plan for name in (best, "heuristic")}}
 
 
 def step_seconds(run_dir: Path, plan: ExecutionPlan, steps: int) -> list[float]:

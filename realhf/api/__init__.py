@@ -4,13 +4,13 @@ The code of an interface of your own also imports `realhf.engine.interface` (arg
 `realhf.algorithms.functional` (the mathematics). These import torch; this module does not.
 """
 
+from realhf.api.decorator import auto
 from realhf.api.experiment import (
     DatasetExtent,
     Evaluation,
     KeyExtent,
     ModelSetup,
     OptimizerConfig,
-    auto,
 )
 from realhf.api.generation import GenerationOptions
 from realhf.api.model_source import ModelSource, model_source

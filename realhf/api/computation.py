@@ -4,10 +4,12 @@ from typing import Any
 
 from realhf.api.backends import NATIVE
 from realhf.api.experiment import ModelSetup
+from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.compute import Computation
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import AS_SET_UP, CallCompute
+from realhf.dataflow.graph import DataflowGraph
+from realhf.dataflow.plan import AS_SET_UP, CallCompute, ExecutionPlan, check_plan
 
 # The choices of a model's computation that a plan may make, that of recomputation with `recomputed_layers`.
 FIELDS = ("recomputation", "sequence_parallel", "data_parallel", "prefetch", "offload_states")
@@ -47,6 +49,25 @@ def computation_of(name: str, setup: ModelSetup, planned: CallCompute = AS_SET_U
         )
     chosen: dict[str, Any] = {field: said[field] for field in (*FIELDS, "recomputed_layers") if field in said}
     return Computation(**{**chosen, **fixed})
+
+
+def check_given(
+    plan: ExecutionPlan, experiment: ResolvedExperiment, graph: DataflowGraph, batch_size: int, num_devices: int
+) -> None:
+    """Checks a plan that was read from a file for an experiment whose graph is `graph`, or is as a what-if has it.
+
+    Raises:
+        UserError: it cannot run the graph with `batch_size` samples a step, is for more devices, or says of a model's
+            computation what the experiment, or the model's backend, does not allow.
+    """
+    check_plan(plan, graph, batch_size)
+    if plan.num_devices > num_devices:
+        raise UserError(
+            f"the plan is for {plan.num_devices} devices but the cluster has {num_devices}; "
+            "give a larger cluster or make a plan for this one with `realhf plan`"
+        )
+    for model, setup in experiment.stale(plan.staleness).setups.items():
+        computation_of(model, setup, plan.calls[plan.home(graph, model)].compute)
 
 
 def open_choices(setup: ModelSetup) -> tuple[str, ...]:

@@ -1,29 +1,15 @@
-"""An experiment: a dataclass under `@auto`."""
+"""The parts of an experiment: models and how they are trained, data, evaluation, the settings of `@auto`."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    Protocol,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    cast,
-    get_args,
-    overload,
-    runtime_checkable,
-)
+from typing import Annotated, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from realhf.api.backends import NATIVE, implementation_of
 from realhf.architecture.compute import Computation, ComputeConfig
 from realhf.architecture.model import DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
-from realhf.architecture.transformers_config import check_backend
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_fields
 from realhf.base.options import TRAINING, Common, Option, Settings
@@ -251,144 +237,3 @@ class AutoSettings:
 
 
 SETTINGS_ATTRIBUTE = "__realhf_auto__"
-T = TypeVar("T")
-
-
-class Place(TypedDict, total=False):
-    """Where an experiment runs, in the words of `realhf run`: --nodelist (`node[01-02]`), --nodes, --gpus-per-node and
-    --launcher."""
-
-    nodelist: str | None
-    nodes: int
-    gpus_per_node: int
-    launcher: str
-
-
-class Auto(Protocol):
-    """What `auto` gives: a decorator of dataclasses, or of scripts."""
-
-    @overload
-    def __call__(self, what: type[T]) -> type[T]: ...
-    @overload
-    def __call__(self, what: Callable[..., None]) -> type[Any]: ...
-
-
-def auto(
-    *,
-    batch_size: int,
-    max_steps_in_flight: int = 2,
-    search_evaluations: int | None = None,
-    pools: Mapping[str, Pool] | None = None,
-    steps: int | None = None,
-    mini_batches: int | None = None,
-    **place: Unpack[Place],
-) -> Auto:
-    """Makes a dataclass an experiment that `realhf run` can plan, schedule and launch (ReaL, section 4); or a function
-    whose body calls models one after the other, a script (HybridFlow, section 3), for which it makes the dataclass.
-
-    Args:
-        batch_size: samples a step (the global batch).
-        place: where it runs, unless the command line says otherwise; see `Place`.
-        max_steps_in_flight: how many steps may overlap, at most; a searched plan has fewer where that is faster, and
-            at least k + 1 where a model follows another with a staleness of k.
-        search_evaluations: the budget of the plan search as a number of plans, so that a plan can be reproduced; None:
-            a budget that grows with the number of options.
-        pools: by name, models that are confined to some of the devices. A property `pools` overrides it.
-        steps, mini_batches: of a script, the defaults of these fields.
-
-    Raises:
-        UserError: the class is no dataclass or lacks a field or property that an experiment needs, or the script has a
-            parameter that it cannot have.
-    """
-    settings = AutoSettings(
-        batch_size=batch_size,
-        **place,
-        max_steps_in_flight=max_steps_in_flight,
-        search_evaluations=search_evaluations,
-        pools=pools or {},
-    )
-
-    def decorate(cls: Any) -> Any:
-        if not isinstance(cls, type):
-            from realhf.api.script.experiment import experiment_class  # it is made of what stands here
-
-            made = experiment_class(cls, batch_size=batch_size, steps=steps, mini_batches=mini_batches)
-            setattr(made, SETTINGS_ATTRIBUTE, settings)
-            return made
-        if steps is not None or mini_batches is not None:
-            raise UserError(
-                f"@auto on {cls.__name__}: steps and mini_batches are fields of a dataclass; set them there"
-            )
-        if not dataclasses.is_dataclass(cls):
-            raise UserError(f"@auto on {cls.__name__}: write @dataclass below @auto, so that it has fields to set")
-        fields = {field.name for field in dataclasses.fields(cls)}
-        missing = [name for name in ("seed", "steps") if name not in fields]
-        missing += [name for name in ("rpcs", "dataset") if not hasattr(cls, name)]
-        if missing:
-            raise UserError(
-                f"@auto on {cls.__name__}: {', '.join(missing)} missing; an experiment has the fields seed and steps "
-                "and the properties rpcs and dataset (and, where needed, models and evaluation)"
-            )
-        setattr(cls, SETTINGS_ATTRIBUTE, settings)
-        return cls
-
-    return cast(Auto, decorate)
-
-
-def auto_settings(experiment: Any) -> AutoSettings:
-    """The settings given to `@auto` on the class of `experiment`."""
-    settings = getattr(experiment, SETTINGS_ATTRIBUTE)
-    assert isinstance(settings, AutoSettings)
-    batch_size = getattr(experiment, "batch_size", None)  # a field of that name overrides the decorator's
-    return dataclasses.replace(settings, batch_size=batch_size) if batch_size is not None else settings
-
-
-def models_of(experiment: Any) -> dict[str, ModelSetup]:
-    """The setup of every model of the experiment, with defaults for those it does not mention.
-
-    Raises:
-        UserError: a setup for a model that no call uses, or for a trained one without an optimizer, or a model of
-            another dtype than the one it follows, or a backend that does not compute the model's architecture.
-    """
-    given = dict(getattr(experiment, "models", {}))
-    calls = [call for call in experiment.rpcs if not call.runs_beside]
-    used = {call.model_name for call in calls}
-    for name in given:
-        if name not in used:
-            raise UserError(f"models: {name!r} is used by no call; the calls use {', '.join(sorted(used))}")
-    trained = {call.model_name for call in calls if call.trains}
-    for call in calls:
-        default = ModelSetup(optimizer=OptimizerConfig() if call.model_name in trained else None)
-        setup = given.setdefault(call.model_name, default)
-        if call.trains and setup.optimizer is None:
-            raise UserError(f"{call.name} trains {call.model_name!r}, which has no optimizer; give one in models")
-        check_backend(f"model {call.model_name!r}", call.config, setup.backend)
-    for name, setup in given.items():
-        if setup.follows is not None and setup.follows.source in given:
-            _check_follow(name, setup, given[setup.follows.source])
-    return given
-
-
-def follows_of(experiment: Any) -> dict[str, Follow]:
-    """By name, the models of the experiment that follow another one."""
-    models: Mapping[str, ModelSetup] = getattr(experiment, "models", {})
-    return {name: setup.follows for name, setup in models.items() if setup.follows is not None}
-
-
-def pools_of(experiment: Any) -> Mapping[str, Pool]:
-    """By name, the models of the experiment that are confined to some of the devices."""
-    settings: AutoSettings | None = getattr(experiment, SETTINGS_ATTRIBUTE, None)
-    pools: Mapping[str, Pool] = getattr(experiment, "pools", settings.pools if settings else {})
-    return pools
-
-
-def _check_follow(name: str, setup: ModelSetup, source: ModelSetup) -> None:
-    assert setup.follows is not None
-    eta, says = setup.follows.eta, f"model {name!r} follows {setup.follows.source!r}"
-    if setup.dtype != source.dtype:
-        raise UserError(f"{says} but has dtype {setup.dtype}, not {source.dtype}; give both models one dtype")
-    if setup.dtype == "bfloat16" and eta < 2**-8:
-        raise UserError(
-            f"{says} with eta={eta:g} in bfloat16, where changes below 1/256 of a value are lost, so that hardly any "
-            "would remain; use dtype='float32', or a larger eta less often (every_steps)"
-        )

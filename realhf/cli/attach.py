@@ -10,7 +10,7 @@ from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
 from realhf.cli.progress import Progress, print_summary
-from realhf.cli.run import request_of_words
+from realhf.cli.request import request_of_words
 from realhf.lifecycle.controller import LAUNCHER_LOCK
 from realhf.lifecycle.interruption import Detached, Stopped
 from realhf.lifecycle.queued import QueuedRun

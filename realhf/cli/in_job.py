@@ -11,19 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
-from realhf.cli.run import request_of_words
-from realhf.data.inputs import keep_inputs
+from realhf.cli.request import request_of_words
 from realhf.launch.process import AGAIN_ENDED
 from realhf.lifecycle import again
 from realhf.lifecycle.controller import note_start, note_stopped
-from realhf.lifecycle.new import new_run
-from realhf.lifecycle.queued import note_unplanned
-from realhf.lifecycle.tokenizer import keep_tokenizer
+from realhf.lifecycle.new import fill, new_run
+from realhf.lifecycle.unplanned import note_unplanned
 from realhf.rundir.ending import requested_end
 from realhf.rundir.later import is_to_be_planned, read_later, start_refusal
 from realhf.rundir.logs import start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
-from realhf.rundir.prepare import prepare
 
 logger = logging.getLogger("realhf.in_job")
 
@@ -50,9 +47,7 @@ def plan_here(directory: RunDirectory) -> bool:
             return False
         if asked is not None:
             raise RunError("the job was about to end before its run had begun; give a longer --time-limit")
-        keep_inputs(run, directory)
-        keep_tokenizer(run, directory)
-        prepare(run, directory)  # its last file but the keys is the plan, by which others know that this is done
+        fill(run, directory)
     note_start(run, directory, "started")
     return True
 

@@ -3,11 +3,9 @@
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
 from realhf.base.options import Common, Option
 from realhf.cli.command import Command
@@ -73,11 +71,11 @@ def execute(arguments: argparse.Namespace) -> int:
     experiment, out = experiment_of(arguments.experiment, arguments.overrides), output_beside(arguments.json)
     tasks = tasks_of(experiment, request, asked)
     if len(tasks) > 1:
-        compare_cases(out, experiment, request, tasks, arguments)
+        compare_cases(out, request, tasks, arguments)
         return 0
     [task] = tasks.values()
     out.say(setting_text(task))
-    lacking = asked.cases(experiment.rpcs)[0].unlike(models_of(experiment).values())
+    lacking = asked.cases(experiment.calls)[0].unlike(experiment.setups.values())
     if lacking:
         out.say(
             f"what if: an engine with {', '.join(lacking)}; the engine is not so, and a run of this plan would take "
@@ -87,7 +85,7 @@ def execute(arguments: argparse.Namespace) -> int:
         problem = build_problem(task, worthwhile_options(task))
         out.write(arguments.dump_problem, problem_bytes(PlannedFile.of(problem)))
     with Phases() as watch:
-        plan = given_plan(task, request) or search_for(experiment, task, request.budget, watch)
+        plan = given_plan(experiment, task, request) or search_for(task, request.budget, watch)
     comparison = describe(task, plan)
     _print_plan(out, comparison)
     if arguments.compare or arguments.html:
@@ -120,7 +118,7 @@ def _print_plan(out: Output, comparison: Comparison) -> None:
 
 
 def compare_cases(
-    out: Output, experiment: Any, request: PlanRequest, tasks: dict[str, PlanningTask], arguments: argparse.Namespace
+    out: Output, request: PlanRequest, tasks: dict[str, PlanningTask], arguments: argparse.Namespace
 ) -> None:
     """Searches a plan for each task, and shows the plans side by side."""
     whole = any(getattr(arguments, name) for name in ("compare", "html", "output", "dump_problem"))
@@ -130,7 +128,7 @@ def compare_cases(
             "with --plan, --rule, --compare, --html, --output or --dump-problem"
         )
     with Phases() as watch:
-        results = solve_cases(tasks, partial(search_for, experiment, budget=request.budget, watch=watch))
+        results = solve_cases(tasks, partial(search_for, budget=request.budget, watch=watch))
     out.print(case_table(results))
     out.say(*(f"{name}: {found}" for name, found in results.items() if isinstance(found, UserError)))
     if len({task.cluster for task in tasks.values()}) == 1:  # what differs is the staleness

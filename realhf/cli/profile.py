@@ -8,7 +8,7 @@ from realhf.base.errors import UserError
 from realhf.cli.command import Command
 from realhf.cli.options import add_experiment, add_options, options_of
 from realhf.cli.output import Output, Phases
-from realhf.cli.profile_nodes import SLURM, add_node_arguments, profile_nodes
+from realhf.cli.profile_nodes import add_node_arguments, profile_nodes, queueing
 from realhf.cli.profile_tables import missing_of, show
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
@@ -38,7 +38,7 @@ def add_arguments(command: Command) -> None:
     command.add_argument("--force", action="store_true", help="measure again what was measured already")
     command.add_argument(
         "--launcher",
-        choices=("local", SLURM),
+        choices=("local", *queueing()),
         default="local",
         help="where to measure: on this machine or on nodes (`--launcher slurm --help`)",
     )
@@ -46,7 +46,7 @@ def add_arguments(command: Command) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    if arguments.launcher == SLURM:
+    if arguments.launcher in queueing():
         return profile_nodes(arguments)
     request = options_of(ProfileRequest, arguments)
     check_here(request, arguments)

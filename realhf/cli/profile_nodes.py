@@ -1,14 +1,15 @@
-"""`realhf profile --launcher slurm`: measure on the nodes of a cluster, from its login node."""
+"""`realhf profile --launcher NAME`: measure on the nodes of a cluster, from its login node."""
 
 import argparse
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from realhf.api.experiment import AutoSettings, auto_settings
+from realhf.api.experiment import AutoSettings
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_range
 from realhf.base.options import Common
@@ -16,9 +17,7 @@ from realhf.cli.command import Command, launcher_heading
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, Phases
 from realhf.cli.profile_tables import missing_of, show
-from realhf.launch.slurm.launcher import SlurmLauncher
-from realhf.launch.slurm.offer import ask
-from realhf.launch.slurm.script import SlurmOptions
+from realhf.launch.launcher import LAUNCHERS, Launcher, find_launcher
 from realhf.lifecycle.interruption import Interruption
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import cluster_of
@@ -28,11 +27,15 @@ from realhf.planning.request import DevicesRequest
 from realhf.profiling.measure import ProfileRequest, profile_job, targets_of
 from realhf.profiling.on_nodes import Measuring, measure_on_nodes, measured_before
 
-SLURM = "slurm"
+
+def queueing() -> dict[str, type[Launcher]]:
+    """By name the launchers of clusters with a queue."""
+    return {name: launcher for name in LAUNCHERS if (launcher := find_launcher(name)).queues}
 
 
 def add_node_arguments(command: Command) -> None:
-    group = launcher_heading(SLURM)
+    launchers = queueing()
+    group = launcher_heading(", ".join(launchers))
     option = partial(Common, group=group)
     command.add("--nodes", option("nodes to measure on (default: that of @auto, else 2)"), type=int, metavar="N")
     command.add(
@@ -48,18 +51,19 @@ def add_node_arguments(command: Command) -> None:
         type=Path,
         metavar="FOLDER",
     )
-    add_options(command, SlurmOptions, group=group, shows_all=True)
+    for launcher in launchers.values():
+        add_options(command, launcher.options_type, group=group, shows_all=True)
 
 
 def profile_nodes(arguments: argparse.Namespace) -> int:
     """Submits a job, waits for it, and puts what it has measured where plans look for it."""
-    options = slurm_options(arguments)
+    options = node_options(arguments)
     experiment = experiment_of(arguments.experiment, arguments.overrides)
-    launcher, settings, out = SlurmLauncher(options), auto_settings(experiment), Output()
+    launcher, settings, out = find_launcher(arguments.launcher)(options), experiment.settings, Output()
     launcher.check()
-    num_nodes, per_node = size_of(arguments, options, settings)
+    num_nodes, per_node = size_of(arguments, launcher, settings)
     request = with_links(options_of(ProfileRequest, arguments), num_nodes, per_node)
-    hardware = described(arguments.hardware, options, num_nodes, per_node)
+    hardware = described(arguments.hardware, arguments.cpu_only, num_nodes, per_node)
     targets = targets_of(experiment, hardware.name if hardware else "", request) if request.models else []
     if hardware:
         targets = missing_of(targets, arguments.force, out)
@@ -103,26 +107,26 @@ def profile_nodes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
-    """Raises UserError for options that are a run's."""
-    options = options_of(SlurmOptions, arguments)
-    if options.until_done or options.notice_s is not None:
-        name = "--until-done" if options.until_done else "--notice-s"
+def node_options(arguments: argparse.Namespace) -> Any:
+    """The options of the launcher. Raises UserError for those that are a run's."""
+    options = options_of(find_launcher(arguments.launcher).options_type, arguments)
+    if arguments.until_done or arguments.notice_s is not None:
+        name = "--until-done" if arguments.until_done else "--notice-s"
         raise UserError(
             f"{name} is for a run, which goes on from a checkpoint; a profile is measured anew: leave it out"
         )
     if arguments.num_workers is not None:
         raise UserError(
-            f"--num-workers {arguments.num_workers} is for this machine; with --launcher {SLURM} give --nodes and "
-            "--gpus-per-node"
+            f"--num-workers {arguments.num_workers} is for this machine; with --launcher {arguments.launcher} give "
+            "--nodes and --gpus-per-node"
         )
     return options
 
 
-def size_of(arguments: argparse.Namespace, options: SlurmOptions, settings: AutoSettings) -> tuple[int, int]:
+def size_of(arguments: argparse.Namespace, launcher: Launcher, settings: AutoSettings) -> tuple[int, int]:
     """(nodes, devices of each). Raises UserError for a number out of its range, and where that of a node's devices is
     not known."""
-    if settings.launcher not in (None, SLURM):
+    if settings.launcher not in (None, arguments.launcher):
         settings = replace(settings, nodes=None, gpus_per_node=None)
     only = options_of(ProfileRequest, arguments)
     is_between = not only.words or NETWORK in only.words
@@ -131,11 +135,11 @@ def size_of(arguments: argparse.Namespace, options: SlurmOptions, settings: Auto
     if NETWORK in only.words and nodes == 1:
         raise UserError(f"--only {NETWORK} measures between two nodes, and --nodes is 1; give --nodes 2")
     per_node = settings.gpus_per_node if arguments.gpus_per_node is None else arguments.gpus_per_node
-    if per_node is None and not options.cpu_only:
-        per_node = ask().gpus_per_node(options.partition, options.gpu_type)
+    if per_node is None and not arguments.cpu_only:
+        per_node = launcher.node_devices()
     if per_node is None:
-        what = "how many workers a node is to have" if options.cpu_only else "one number of GPUs for all nodes"
-        raise UserError(f"SLURM does not tell {what}; give --gpus-per-node")
+        what = "how many workers a node is to have" if arguments.cpu_only else "one number of GPUs for all nodes"
+        raise UserError(f"--launcher {arguments.launcher} does not tell {what}; give --gpus-per-node")
     for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node), ("devices:", nodes * per_node)):
         check_range(flag, number, *DEVICES)
     return nodes, per_node
@@ -149,11 +153,9 @@ def with_links(request: ProfileRequest, num_nodes: int, per_node: int) -> Profil
     return replace(request, only=",".join(words))
 
 
-def described(name: str | None, options: SlurmOptions, num_nodes: int, per_node: int) -> Hardware | None:
+def described(name: str | None, cpu_only: bool, num_nodes: int, per_node: int) -> Hardware | None:
     """The hardware that is named, or that nodes without GPUs are planned as; None: the nodes will tell."""
-    if name is None and not options.cpu_only:
+    if name is None and not cpu_only:
         return None
-    request = DevicesRequest(
-        nodes=num_nodes, gpus_per_node=per_node, hardware=name, place="nodes", cpu_only=options.cpu_only
-    )
+    request = DevicesRequest(nodes=num_nodes, gpus_per_node=per_node, hardware=name, place="nodes", cpu_only=cpu_only)
     return cluster_of(request).hardware

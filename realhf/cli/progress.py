@@ -3,7 +3,8 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -16,6 +17,7 @@ from realhf.cli.output import Output, Phases, number_text, table_of, wide_output
 from realhf.cli.trends import trends_table
 from realhf.lifecycle.advice import export_command
 from realhf.lifecycle.controller import Listener
+from realhf.lifecycle.request import RunRequest
 from realhf.report.curves import main_names, trends_of
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.report.run_status import SPEED_STEPS, speed_of
@@ -41,7 +43,7 @@ class Progress(Listener):
         self._console = Output(stderr=True)
         self._phases: Phases | None = None
         self._bar: Bar | None = None
-        self._directory: RunDirectory | None = None
+        self.directory: RunDirectory | None = None  # of the run that was started
         self._job = ""
         self._last_line_s = 0.0
 
@@ -66,7 +68,7 @@ class Progress(Listener):
             self._phases = None
 
     def starting(self, run: Run, directory: RunDirectory, reason: str | None) -> None:
-        self._directory = directory
+        self.directory = directory
         self._step, self._steps = run.spec.resume_step, run.experiment.steps
         if reason is not None:  # later steps are made, and shown, once more
             self.say(f"{reason}\nthe run goes on after step {self._step}".lstrip())
@@ -86,7 +88,7 @@ class Progress(Listener):
         if job and job != self._job:
             self._job = job
             self.say(job)
-        if self._directory is None:
+        if self.directory is None:
             return
         for evaluation in self._evaluations.read():
             self.say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
@@ -99,7 +101,7 @@ class Progress(Listener):
                 self._bar.update(self._task, completed=self._step, description=text)
             elif metrics["calls"] and self._is_due(metrics):
                 self.say(f"step {self._step} of {self._steps}, {text}")
-        self._tell_phase(self._directory)
+        self._tell_phase(self.directory)
 
     def _speed(self) -> str:
         """Seconds a step since this start, and the time left."""
@@ -142,6 +144,18 @@ class Progress(Listener):
             self._bar.console.print(text, highlight=False, soft_wrap=True)
         else:
             print(visible(text), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def shown(request: RunRequest, title: str = "") -> Iterator[Progress]:
+    """Shows a run while it goes on, and a summary when it has ended well."""
+    began = time.monotonic()
+    with Progress(has_bar=not request.launcher.uses_terminal) as progress:
+        if title:
+            progress.say(title)
+        yield progress
+    if progress.directory is not None:
+        print_summary(progress.directory, time.monotonic() - began)
 
 
 def _format(values: dict[str, Any], names: Sequence[str] | None = None) -> str:

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph, Edge
 from realhf.geometry.layout import Layout
 
@@ -48,14 +47,14 @@ def running_beside(graph: DataflowGraph, copies: Mapping[str, str], source: str)
     }
 
 
-def check_copies(
+def copies_problem(
     copies: Mapping[str, str],
     layouts: Mapping[str, Layout],
     homes: Mapping[str, str],
     graph: DataflowGraph,
     offload: Sequence[str] = (),
-) -> None:
-    """Raises UserError if a call cannot take its copy from where `copies` says. `homes` has, by model, the call in
+) -> str:
+    """Why a call cannot take its copy from where `copies` says; empty where all can. `homes` has, by model, the call in
     whose layout the parameters live."""
     for name, source in copies.items():
         says, model = f"{name}: copy_from={source!r}", graph.model_calls[name].model_name
@@ -64,31 +63,32 @@ def check_copies(
         if source not in calls or source == name:
             copied = [call for call in calls if call != name and layouts[call] != home]
             remedy = f"choose from {', '.join(copied)}, or leave it out" if copied else "leave it out"
-            raise UserError(
+            return (
                 f"{says} is no other call of its model {model!r} with a copy; {remedy}: the copy then comes from the "
                 "model's home"
             )
         if layouts[name] == home:
-            raise UserError(f"{says}, but its layout is that of its model's home and needs no copy; leave it out")
+            return f"{says}, but its layout is that of its model's home and needs no copy; leave it out"
         if layouts[source] == home:
-            raise UserError(f"{says}, which has no copy: it runs in the home of model {model!r}; leave it out")
+            return f"{says}, which has no copy: it runs in the home of model {model!r}; leave it out"
         if root := copies.get(source):
-            raise UserError(f"{says}, whose own copy is from {root}; give copy_from={root!r} here, too")
+            return f"{says}, whose own copy is from {root}; give copy_from={root!r} here, too"
         if model in offload:
-            raise UserError(
+            return (
                 f"{says}, but model {model!r} waits in host memory, from where all its copies come; leave copy_from "
                 "out, or take the model out of offload"
             )
         if _versions(graph, name) != _versions(graph, source):
-            raise UserError(f"{says}, which uses another version of the parameters; leave it out")
+            return f"{says}, which uses another version of the parameters; leave it out"
         if graph.order.index(source) > graph.order.index(name):
-            raise UserError(f"{says}, which runs after it; leave it out, or give {source} copy_from={name!r}")
+            return f"{says}, which runs after it; leave it out, or give {source} copy_from={name!r}"
         for other in calls:
             if layouts[other] == layouts[source] and other != source and copies.get(other) != source:
-                raise UserError(
+                return (
                     f"{says}, whose copy is kept meanwhile, but {other} has the same layout and makes a copy of its "
                     f"own; give {other} copy_from={source!r} too, or another layout"
                 )
+    return ""
 
 
 def _versions(graph: DataflowGraph, name: str) -> set[tuple[str, int]]:

@@ -14,7 +14,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import DEVICES, SECONDS, STALENESS, STEPS_IN_FLIGHT, check_fields, check_range
-from realhf.dataflow.copies import check_copies, with_copies
+from realhf.dataflow.copies import copies_problem, with_copies
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.offload import check_offload
@@ -157,7 +157,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         other.
     offload: models that wait in host memory while no call needs them.
     staleness: age in steps of the weights that make rollouts, in an experiment that leaves it to the plan
-        (`realhf.api.staleness`).
+        (`realhf.api.resolved`).
     intervals: how sure the predictions are; in plans that were predicted.
     models: the architectures that the plan was made for; a plan written by hand may leave them out.
     rationale: why the planner chose it; in the plan of a run.
@@ -334,11 +334,6 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
             raise UserError(
                 f"{name}: devices={[first, count]} do not lie within the {plan.num_devices} devices of the plan"
             )
-        if (pool := graph.pools.get(definition.model_name)) and call.mesh not in pool:
-            raise UserError(
-                f"{name}: devices={[first, count]} are not all of {pool}, to which model {definition.model_name!r} is "
-                "confined; choose devices of the pool, or change it"
-            )
         check_strategy(name, definition.config, call.strategy)
         if call.chunks > 1 and definition.generates:
             raise UserError(
@@ -354,14 +349,31 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
                 f"{name}: {what}={parts} x micro_batches={call.micro_batches} does not divide the mini-batch of "
                 f"{per_mini_batch} samples; choose a product that divides {per_mini_batch}"
             )
+    check_confined(plan, graph)
     _check_homes(plan, graph)
     _check_compute(plan, graph)
     _check_micro_dp(plan, graph)
+    if problem := problem_of_copies(plan, graph) or problem_of_order(plan, graph):
+        raise UserError(problem)
+    check_offload(plan.offload, graph)
+
+
+def check_confined(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+    """Raises UserError for a call on devices beyond the pool of its model."""
+    for name, call in plan.calls.items():
+        model = graph.calls[name].model_name
+        if (pool := graph.pools.get(model)) and call.mesh not in pool:
+            raise UserError(
+                f"{name}: devices={list(call.devices)} are not all of {pool}, to which model {model!r} is confined; "
+                "choose devices of the pool, or change it"
+            )
+
+
+def problem_of_copies(plan: ExecutionPlan, graph: DataflowGraph) -> str:
+    """Why a call cannot take its copy of the parameters from where the plan says; empty where all can."""
     layouts = {name: call.layout for name, call in plan.calls.items()}
     homes = {model: plan.home(graph, model) for model in graph.models}
-    check_copies(plan.copies, layouts, homes, graph, plan.offload)
-    _check_order(plan, graph)
-    check_offload(plan.offload, graph)
+    return copies_problem(plan.copies, layouts, homes, graph, plan.offload)
 
 
 def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
@@ -454,17 +466,18 @@ def _check_micro_dp(plan: ExecutionPlan, graph: DataflowGraph) -> None:
             )
 
 
-def _check_order(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+def problem_of_order(plan: ExecutionPlan, graph: DataflowGraph) -> str:
+    """Why calls cannot be issued in the plan's order; empty where they can."""
     if plan.max_steps_in_flight < 1:
-        raise UserError(f"max_steps_in_flight={plan.max_steps_in_flight} must be at least 1")
+        return f"max_steps_in_flight={plan.max_steps_in_flight} must be at least 1"
     if not plan.order:
-        return
+        return ""
     place = {entry.call: (entry.steps_back, i) for i, entry in enumerate(plan.order)}
     if sorted(entry.call for entry in plan.order) != sorted(graph.nodes):
-        raise UserError(f"order must name every call once; the calls are {_names(graph.nodes)}")
+        return f"order must name every call once; the calls are {_names(graph.nodes)}"
     for entry in plan.order:
         if not 0 <= entry.steps_back < plan.max_steps_in_flight:
-            raise UserError(
+            return (
                 f"order: steps_back={entry.steps_back} of {entry.call} must be from 0 to "
                 f"{plan.max_steps_in_flight - 1}, since max_steps_in_flight={plan.max_steps_in_flight}"
             )
@@ -473,10 +486,11 @@ def _check_order(plan: ExecutionPlan, graph: DataflowGraph) -> None:
         child_back, child_place = place[edge.child]
         # The parent of step t - edge.steps_back is issued in period t - edge.steps_back + parent_back.
         if (parent_back - edge.steps_back, parent_place) >= (child_back, child_place):
-            raise UserError(
+            return (
                 f"order: {edge.child} needs the result of {edge.parent} but is scheduled before it; move {edge.child} "
                 f"after {edge.parent}"
             )
+    return ""
 
 
 def _names(names: Iterable[str]) -> str:

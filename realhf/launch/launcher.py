@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
@@ -50,6 +50,9 @@ class Launcher(Protocol):
     is_remote: ClassVar[bool] = False
     """Whether the processes run on other machines, which see the run directory through a shared file system."""
 
+    queues: ClassVar[bool] = False
+    """Whether its jobs wait in a cluster's queue, and go on without the process that has started them."""
+
     uses_terminal: ClassVar[bool] = False
     """Whether what runs may use the terminal, as a debugger does."""
 
@@ -67,6 +70,11 @@ class Launcher(Protocol):
     def start(self, job: Job) -> None:
         """Starts every process of the job. Raises UserError or RunError if it cannot; then none is left."""
         raise NotImplementedError
+
+    def start_array(self, jobs: Sequence[Job], folder: Path, at_most: int | None) -> list[str]:
+        """Starts jobs of one size together, `at_most` at a time (None: all), with files of its own in `folder`; the
+        cluster's names of the jobs. Raises as `start`. A launcher that `queues` has it."""
+        raise UserError(f"{type(self).__name__} has no queue; start the runs one after the other")
 
     def poll(self) -> list[Exit]:
         """The processes that have ended since the last poll, the first ones first. Does not wait.
@@ -104,6 +112,10 @@ class Launcher(Protocol):
     def is_waiting(self) -> bool:
         """Whether no process of the last job runs, since the cluster will start them, for the first time or again."""
         return False
+
+    def node_devices(self) -> int | None:
+        """How many devices each node of a job would have, by what the cluster tells; None: not known."""
+        return None
 
     def place(self, worker: int) -> str | None:
         """Where a worker of the last job was; None: not known."""

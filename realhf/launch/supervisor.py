@@ -43,10 +43,11 @@ def supervise(
     on_poll: Callable[[], None],
     start: Callable[[], None] | None = None,
     *,
+    is_ahead: Callable[[], bool] = lambda: False,
     leaves: bool = False,
 ) -> None:
     """Starts the processes of a job (`start`: in its own way), and returns when all have ended well; `on_poll` is
-    called ten times a second.
+    called ten times a second. `is_ahead`: whether the job, which may run, has yet to start its processes.
 
     Raises:
         RunError: one ended badly. Whatever is raised (Ctrl-C too, unless that `leaves` them), all are stopped first.
@@ -55,7 +56,7 @@ def supervise(
     master = _SignsOfLife(job.directory, MASTER_SILENCE_S + launcher.is_remote * _FILES_LATE_S)
     try:
         start() if start else launcher.start(job)
-        deadline = math.inf
+        deadline, was_ahead = math.inf, is_ahead()
         while len(exits) < len(job.processes):
             exits |= {end.name: end for end in sorted(launcher.poll(), key=lambda end: not end.is_killed)}
             on_poll()
@@ -65,10 +66,11 @@ def supervise(
             deadline = min(deadline, time.monotonic() + _patience_s(bad, MASTER in exits))
             if time.monotonic() > deadline:
                 break
-            if launcher.is_waiting():
+            if launcher.is_waiting() or was_ahead:
                 master.wait()
             elif MASTER not in exits:
                 master.check()
+            was_ahead = is_ahead()
             time.sleep(POLL_S)
         on_poll()
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
 from realhf.launch.process import AGAIN_ENDED
-from realhf.lifecycle.controller import gone_on, note_start, note_stopped
+from realhf.lifecycle.controller import continued, note_start, note_stopped
 from realhf.rundir.ending import requested_end
 from realhf.rundir.logs import start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
@@ -32,7 +32,7 @@ def start_again(directory: RunDirectory) -> bool:
         if request is not None and request.reason == "asked":
             note_stopped(directory, run.experiment.steps)
             return False
-        run = gone_on(run, run, directory)
+        run = continued(run, run, directory)
         note_start(run, directory, "requeued")
     return True
 

@@ -2,12 +2,13 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete, writing_a_run
-from realhf.data.inputs import check_inputs, keep_inputs
+from realhf.data.inputs import check_inputs
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.launch.launcher import Launcher, launcher_name
 from realhf.launch.process import Job, job_of
@@ -15,15 +16,16 @@ from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Detached, Interruption, Stopped
 from realhf.lifecycle.kept_times import keep_times
-from realhf.lifecycle.new import said_of_data, said_of_hardware
+from realhf.lifecycle.new import data_lines, fill, hardware_lines
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.resume import resumed_run
 from realhf.lifecycle.shrink import Suspects, elsewhere
-from realhf.lifecycle.tokenizer import keep_tokenizer
+from realhf.lifecycle.unplanned import job_to_watch, planned_steps, why_unplanned
 from realhf.rundir.checkpoints import Choice, newest_good, remove_unfinished, saved_steps
 from realhf.rundir.ending import requested_end
 from realhf.rundir.events import EventKind, event_line, note
+from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.launched import write_launched
 from realhf.rundir.lines import Tail, read_lines, step_line
 from realhf.rundir.paths import MASTER, RunDirectory, workers_in_words
@@ -67,9 +69,7 @@ def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(directory.lock(LAUNCHER_LOCK))
-            prepare(run, directory)
-            keep_inputs(run, directory)
-            keep_tokenizer(run, directory)
+            fill(run, directory)
         except (RunError, UserError):  # there is nothing that --resume could go on with
             with contextlib.suppress(OSError):
                 delete(directory.path)
@@ -88,9 +88,7 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
         with directory.lock(MASTER):  # of a job that outlived its launcher
             run, choice = resumed_run(request, directory, listener.search)
             launcher, _ = _launcher(run, request, directory)
-            prepare(run, directory)
-            keep_inputs(run, directory, anew=request.recovery.accept_changed_inputs)
-            keep_tokenizer(run, directory)
+            fill(run, directory, accepts_inputs=request.recovery.accept_changed_inputs)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
             listener.say(f"the checkpoint after step {step} is passed over: {reason}")
@@ -120,13 +118,13 @@ def default_run_directory(experiment: str) -> Path:
 
 
 class Controller:
-    """Carries out a run whose directory has been prepared. The directory keeps what is known of the run, but for the
-    number of restarts and the workers to blame. `adopted`: a job of the launcher that was started already. `leaves`:
-    Ctrl-C leaves the job alone."""
+    """Carries out a run whose directory has been made. The directory keeps what is known of the run, but for the number
+    of restarts and the workers to blame. `run`: None while its job has yet to plan it. `adopted`: a job of the launcher
+    that was started already. `leaves`: Ctrl-C leaves the job alone."""
 
     def __init__(
         self,
-        run: Run,
+        run: Run | None,
         request: RunRequest,
         directory: RunDirectory,
         launcher: Launcher,
@@ -141,25 +139,24 @@ class Controller:
         self._interruption = Interruption()
 
     def carry_out(self) -> None:
-        """Returns when the run has ended well. However it ends, its directory tells how and has a report. Raises as
-        `start`."""
-        for line in (*said_of_hardware(self._run, self._request.plan.plan), *said_of_data(self._run)):
-            self._listener.say(line)
+        """Returns when the run has ended well. However it ends, its directory tells how and has a report; there is none
+        of a run that was never planned. Raises as `start`."""
         with self._interruption:
             try:
+                if self._run:
+                    self._describe(self._run)
                 self.run_to_end()
-                note(self._directory.events, "ended", self._run.experiment.steps)
+                note(self._directory.events, "ended", self._steps())
             except Detached:
                 raise
             except (KeyboardInterrupt, Exception) as error:
                 with self._interruption.ignored():
-                    if isinstance(error, UserError) and not self._has_begun():
+                    if self._leaves_nothing(error):
                         self._listener.watched("")
                         with contextlib.suppress(OSError):  # the corrected command may name the same directory
                             delete(self._directory.path)
                     else:
                         self._end_badly(error)
-                        self._write_report()
                 raise
             self._write_report()
 
@@ -170,64 +167,99 @@ class Controller:
         suspects, restarts_left = Suspects(), self._request.recovery.restarts
         reason: str | None = None
         while True:
-            before = self._run
             try:
-                other = self._started(reason)
+                before, other = self._started(reason)
                 if other is None:
                     # The run is good whether or not the next one can learn from it.
                     with contextlib.suppress(UserError, OSError):
-                        keep_times(self._run, self._directory)
+                        keep_times(before, self._directory)
                     return
                 reason = ""
-                self._run = gone_on(before, other, self._directory)
+                self._run = continued(before, other, self._directory)
             except RunError as error:
-                if not restarts_left:
+                if self._run is None or not restarts_left:
                     raise
-                reason, restarts_left = str(error), restarts_left - 1
+                before, reason, restarts_left = self._run, str(error), restarts_left - 1
                 blamed = suspects.failed(last_step(self._directory), error.workers, before.spec.num_workers)
                 moved = elsewhere(before, self._request, self._launcher, blamed, error, self._listener.search)
                 if moved:
                     suspects = Suspects()
                 try:
-                    self._run = gone_on(before, moved or before, self._directory, reason)
+                    self._run = continued(before, moved or before, self._directory, reason)
                 except (RunError, UserError) as cannot:
                     text = f"{reason}\nthe run cannot be restarted: {cannot}"
                     raise RunError(text, returncode=error.returncode) from error
 
-    def _started(self, reason: str | None) -> Run | None:
-        """Watches the processes from start to end; returns the run under the plan that they ended for, if any."""
-        with Replanner(self._run, self._directory, self._request.replan, self._listener.say) as replanner:
-            self._listener.starting(self._run, self._directory, reason)
-
-            requeued = Tail(self._directory.events, event_line, lambda _: None)
+    def _started(self, reason: str | None) -> tuple[Run, Run | None]:
+        """Watches the processes from start to end. Returns the run, and under which plan it goes on if they ended for
+        one."""
+        with contextlib.ExitStack() as held:
+            replanner = self._begin(self._run, held, reason) if self._run else None
+            events = Tail(self._directory.events, event_line, lambda _: None)
 
             def look() -> None:
+                nonlocal replanner
                 self._interruption.check()
-                for event in requeued.read():
-                    if event.event == "requeued":
-                        again = load_run(self._directory.experiment, self._directory.plan)
-                        self._listener.starting(again, self._directory, "SLURM has started the job once more")
+                if self._run is None and not is_to_be_planned(self._directory):
+                    self._run = self._loaded()
+                    self._describe(self._run)
+                    replanner = self._begin(self._run, held, None)
+                for event in events.read():
+                    if self._run and event.event == "requeued":
+                        self._listener.starting(self._loaded(), self._directory, "SLURM has started the job once more")
                 if self._launcher.is_waiting():
                     request = requested_end(self._directory.stop)
                     if request is not None and request.reason == "asked":
                         raise Stopped(WHILE_WAITING)
                 self._listener.watched(self._launcher.status())
-                replanner.poll()
+                if replanner:
+                    replanner.poll()
 
-            job = job_of(self._run, self._directory, is_remote=self._launcher.is_remote)
-            try:
-                supervise(self._launcher, job, look, lambda: self._start(job), leaves=self._leaves)
-            except KeyboardInterrupt:
-                if self._leaves:
-                    raise Detached from None
-                raise
+            self._watch(look)
+            if self._run is None or replanner is None:
+                raise why_unplanned(self._directory, "the job has ended")
             try:
                 status = read_status(self._directory.status)
             except UserError as error:
                 raise RunError(f"the processes have ended, but {error}") from None
             if status is not None and status.state in ("stopped", "requeued"):
                 raise Stopped(status.message)
-            return replanner.next_run() if status is not None and status.state == "replan" else None
+            return self._run, replanner.next_run() if status is not None and status.state == "replan" else None
+
+    def _watch(self, look: Callable[[], None]) -> None:
+        """Returns when the processes have ended well. Raises as `supervise`; says why a run was not planned."""
+        job = job_to_watch(self._run, self._request, self._directory, is_remote=self._launcher.is_remote)
+        try:
+            supervise(
+                self._launcher,
+                job,
+                look,
+                lambda: self._start(job),
+                is_ahead=lambda: self._run is None,
+                leaves=self._leaves,
+            )
+        except KeyboardInterrupt:
+            if self._leaves:
+                raise Detached from None
+            raise
+        except RunError as error:
+            if self._run is None and is_to_be_planned(self._directory):
+                raise why_unplanned(self._directory, str(error)) from None
+            raise
+
+    def _begin(self, run: Run, held: contextlib.ExitStack, reason: str | None) -> Replanner:
+        """Tells that the processes of a run are about to start; what searches its plan again, to be ended by `held`."""
+        replanner = Replanner(run, self._directory, self._request.replan, self._listener.say)
+        held.enter_context(replanner)
+        self._listener.starting(run, self._directory, reason)
+        return replanner
+
+    def _loaded(self) -> Run:
+        return load_run(self._directory.experiment, self._directory.plan)
+
+    def _describe(self, run: Run) -> None:
+        for line in (*hardware_lines(run, self._request.plan.plan), *data_lines(run)):
+            self._listener.say(line)
 
     def _start(self, job: Job) -> None:
         """Starts the processes, or adopts those that run, and leaves in the directory what they are."""
@@ -241,10 +273,15 @@ class Controller:
         if self._request.detached:
             raise Detached
 
-    def _has_begun(self) -> bool:
-        """Whether there is anything of the run to keep: a process has said a word, or a checkpoint is there."""
+    def _steps(self) -> int:
+        return self._run.experiment.steps if self._run else planned_steps(self._directory)
+
+    def _leaves_nothing(self, error: BaseException) -> bool:
+        """Whether there is nothing of the run to keep: no process has said a word, and no checkpoint is there."""
+        if self._run is None:
+            return isinstance(error, KeyboardInterrupt | UserError) and not self._leaves
         said = any(log.stat().st_size for log in self._directory.logs.glob("*"))
-        return said or bool(saved_steps(self._directory.checkpoints))
+        return isinstance(error, UserError) and not said and not saved_steps(self._directory.checkpoints)
 
     def _end_badly(self, error: BaseException) -> None:
         """Leaves the last word in the directory, since the master may have been killed, or ended for another's end."""
@@ -256,13 +293,16 @@ class Controller:
         is_told = isinstance(error, KeyboardInterrupt | Stopped | RunError | UserError)
         text = str(error) if is_told else f"{type(error).__name__}: {error}"
         note(directory.events, state, step, text)
-        error.add_note(going_on(self._run, directory, self._request, step))
-        message = "\n".join(filter(None, [text, *error.__notes__]))
+        if self._run:
+            error.add_note(going_on(self._run, directory, self._request, step))
+        message = "\n".join(filter(None, [text, *getattr(error, "__notes__", ())]))
         code = error.returncode if isinstance(error, RunError) else 2 if isinstance(error, UserError) else 1
-        status = Status(state=state, step=step, steps=self._run.experiment.steps, message=message, returncode=code)
+        status = Status(state=state, step=step, steps=self._steps(), message=message, returncode=code)
         with contextlib.suppress(OSError):  # on a full disk: what went wrong is said by the error
             remove_unfinished(directory.checkpoints)
             write_status(directory.status, status)
+        if self._run:
+            self._write_report()
 
     def _write_report(self) -> None:
         """Leaves a report of however much there was of the run; what it lacks must not hide how the run ended."""
@@ -274,7 +314,7 @@ class Controller:
             self._listener.say(f"no report: {error}")
 
 
-def gone_on(before: Run, run: Run, directory: RunDirectory, failure: str | None = None) -> Run:
+def continued(before: Run, run: Run, directory: RunDirectory, failure: str | None = None) -> Run:
     """`run` as it goes on from its newest good checkpoint or the beginning, its directory made ready. Notes what
     differs from `before`: the number of workers, places, the plan. After a failure, notes it and the restart too.
     Raises RunError if a file cannot be written, UserError if what the run reads has changed."""

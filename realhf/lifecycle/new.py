@@ -7,16 +7,18 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.experiment import auto_settings
-from realhf.api.staleness import graph_of
+from realhf.api.computation import check_given
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.base.numbers import Bounds, check_fields
 from realhf.data.fit import check_fit, check_replay
+from realhf.data.inputs import keep_inputs
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.plan import check_plan, load_plan
+from realhf.dataflow.plan import load_plan
 from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
 from realhf.lifecycle.request import RunRequest, experiment_of
+from realhf.lifecycle.tokenizer import keep_tokenizer
 from realhf.machine.gpus import count_gpus
 from realhf.machine.host import read_host
 from realhf.master.trackers import check_trackers
@@ -27,6 +29,8 @@ from realhf.planning.model.hardware import GIB, in_gib
 from realhf.planning.model.measured import network_text
 from realhf.planning.planner import plan_for
 from realhf.planning.request import Watch, unwatched
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.prepare import prepare
 from realhf.rundir.run import MAX_STEPS, Run, RunSpec
 
 EXPERIMENT_RANGES: dict[str, Bounds] = {"steps": (1, MAX_STEPS), "seed": (0, 2**63 - 1)}
@@ -37,17 +41,26 @@ def new_run(request: RunRequest, watch: Watch = unwatched) -> Run:
     experiment = experiment_of(request.experiment, request.fields)
     check_experiment(experiment)
     plan, cluster = plan_for(experiment, request.plan_request(), watch)
-    run = Run(RunSpec(**spec_fields(request, experiment, cluster)), experiment, plan)
+    run = Run(RunSpec(**spec_fields(request, experiment, cluster)), experiment.stale(plan.staleness), plan)
     check_run(run, request)
     return run
 
 
-def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[str, Any]:
+def fill(run: Run, directory: RunDirectory, *, accepts_inputs: bool = False) -> None:
+    """Makes a run directory ready for a start that a command has asked for: notes the inputs, in place of those noted
+    before if it `accepts_inputs`, keeps the tokenizer, and prepares the rest. The plan is the last file but the keys:
+    where it is, all is there. Raises UserError or RunError as these do."""
+    keep_inputs(run, directory, anew=accepts_inputs)
+    keep_tokenizer(run, directory)
+    prepare(run, directory)
+
+
+def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cluster) -> dict[str, Any]:
     """The fields of the run's specification that a request decides, for a plan on `cluster`."""
     return {
         "experiment_file": str(Path(request.experiment).resolve()),
-        "experiment_class": type(experiment).__name__,
-        "values": msgspec.to_builtins(experiment),
+        "experiment_class": type(experiment.source).__name__,
+        "values": msgspec.to_builtins(experiment.source),
         "working_directory": os.getcwd(),
         "num_workers": cluster.num_devices,
         "devices_per_node": cluster.devices_per_node,
@@ -56,11 +69,10 @@ def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[
     }
 
 
-def check_experiment(experiment: Any) -> None:
+def check_experiment(experiment: ResolvedExperiment) -> None:
     """Raises UserError for what is wrong with an experiment whatever its plan is."""
     check_values(experiment)
-    extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
-    graph = graph_of(experiment)
+    extent, batch_size, graph = experiment.dataset.check(), experiment.settings.batch_size, experiment.graph
     rows = graph.rows_per_step(batch_size)
     if extent.rows < rows:
         each = _per_prompt(graph)
@@ -68,10 +80,10 @@ def check_experiment(experiment: Any) -> None:
     check_fit(graph, extent)
 
 
-def check_values(experiment: Any) -> None:
+def check_values(experiment: ResolvedExperiment) -> None:
     """As `check_experiment`, of what can be judged before models and data are there."""
-    check_fields("", experiment, EXPERIMENT_RANGES)
-    _check_finite("", msgspec.to_builtins(experiment))
+    check_fields("", experiment.source, EXPERIMENT_RANGES)
+    _check_finite("", msgspec.to_builtins(experiment.source))
 
 
 def _per_prompt(graph: DataflowGraph) -> str:
@@ -145,10 +157,10 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
                 f"--fallback-plan {path} says staleness={plan.staleness} and the run's plan {run.plan.staleness}; make "
                 "one with the same, whose models the run's checkpoints have"
             )
-        check_plan(plan, run.graph, run.settings.batch_size)
+        check_given(plan, run.experiment, run.graph, run.settings.batch_size, workers)
 
 
-def said_of_data(run: Run) -> list[str]:
+def data_lines(run: Run) -> list[str]:
     """What is read for training, and for the evaluation."""
     said: list[str] = [run.experiment.dataset.describe()]
     if run.evaluation:
@@ -160,7 +172,7 @@ def said_of_data(run: Run) -> list[str]:
     return said
 
 
-def said_of_hardware(run: Run, given: Path | None) -> list[str]:
+def hardware_lines(run: Run, given: Path | None) -> list[str]:
     """The hardware that the run is planned for, the memory it will need and the step it will take, and warnings: it
     counts on more memory than there is; the plan in the file `given` comes from elsewhere, or needs more memory than
     the devices have."""

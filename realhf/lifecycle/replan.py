@@ -4,6 +4,7 @@ import statistics
 
 import msgspec
 
+from realhf.api.computation import check_given
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.drift import WARM_UP, WINDOW, call_factors
@@ -68,8 +69,9 @@ def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
         raise UserError(f"{directory.metrics} has no times beside predictions yet; let the run make some steps")
     factors = {name: run.spec.call_factors.get(name, 1.0) * factor for name, factor in measured.items()}
     task = planned_task(run, factors)
+    check_given(run.plan, run.experiment, task.graph, task.batch_size, task.cluster.num_devices)
     present = predict(task, run.plan)
-    result = search_for(run.experiment, task, or_default(budget))
+    result = search_for(task, or_default(budget))
     return Proposal(
         factors=factors,
         step_s=statistics.median(line["time_s"] for line in lines),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.durations import YEAR_S
 from realhf.base.errors import UserError
 from realhf.base.options import Common, Option, Options, check_options
@@ -164,7 +165,7 @@ class RunRequest:
         return replace(request, measured=Measured(call_factors=saved.call_factors, ignores_runs=saved.ignores_runs))
 
 
-def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = None) -> Any:
+def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = None) -> ResolvedExperiment:
     """The experiment of a file, its fields set from `--field value` words, else as in a `saved` run or by default.
 
     Raises:
@@ -179,4 +180,5 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
             f"{saved.experiment_file}; give that file"
         )
     start = {} if saved is None else {"default": saved_experiment(saved, cls, path)}
-    return tyro.cli(cls, args=list(words), prog=prog, config=(tyro.conf.AvoidSubcommands,), add_help=False, **start)
+    config = (tyro.conf.AvoidSubcommands,)
+    return ResolvedExperiment(tyro.cli(cls, args=list(words), prog=prog, config=config, add_help=False, **start))

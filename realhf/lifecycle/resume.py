@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from realhf.api.computation import check_given
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.data.inputs import check_inputs
 from realhf.dataflow.plan import ExecutionPlan, load_plan, updates_text
@@ -51,7 +53,7 @@ def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unw
     fields = spec_fields(request, experiment, cluster) | {"resume_step": choice.state.step}
     if request.plan.plan or request.plan.rule or request.names_devices:
         fields["avoided"] = ()  # a user who names devices knows which are good
-    run = Run(msgspec.structs.replace(saved, **fields), experiment, plan)
+    run = Run(msgspec.structs.replace(saved, **fields), experiment.stale(plan.staleness), plan)
     check_run(run, request)
     _check_state(run, choice.state, directory)
     if not request.recovery.accept_changed_inputs:
@@ -59,8 +61,9 @@ def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unw
     return run, choice
 
 
-def _check_unchanged(saved: dict[str, Any], experiment: Any, directory: RunDirectory) -> None:
-    now = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(experiment)))  # as they stand in experiment.json
+def _check_unchanged(saved: dict[str, Any], experiment: ResolvedExperiment, directory: RunDirectory) -> None:
+    fields = msgspec.to_builtins(experiment.source)
+    now = msgspec.json.decode(msgspec.json.encode(fields))  # as they stand in experiment.json
     changed = [text for name, text in _differences(saved, now) if name not in CHANGEABLE_FIELDS]
     if changed:
         raise UserError(
@@ -90,10 +93,10 @@ def _check_steps(steps: int, made: int, directory: RunDirectory) -> None:
 
 
 def _plan(
-    experiment: Any, request: RunRequest, saved: RunSpec, directory: RunDirectory, watch: Watch
+    experiment: ResolvedExperiment, request: RunRequest, saved: RunSpec, directory: RunDirectory, watch: Watch
 ) -> tuple[ExecutionPlan, Cluster]:
     """The run's own plan, unless another one or another number of devices is asked for."""
-    wanted = request.plan_request(saved)
+    wanted, own = request.plan_request(saved), load_plan(directory.plan)
     if not request.names_devices and not wanted.plan:
         nodes, per_node = saved.num_workers // saved.devices_per_node, saved.devices_per_node
         wanted = replace(wanted, devices=replace(wanted.devices, nodes=nodes, gpus_per_node=per_node))
@@ -101,8 +104,10 @@ def _plan(
         cluster = cluster_of(wanted.devices)
         before = (saved.num_workers, saved.devices_per_node, saved.hardware or cluster.hardware)
         if (cluster.num_devices, cluster.devices_per_node, cluster.hardware) == before:
-            return load_plan(directory.plan), cluster
-    return plan_for(experiment, _as_stale(wanted, load_plan(directory.plan).staleness), watch)
+            stale = experiment.stale(own.staleness)
+            check_given(own, stale, stale.graph, stale.settings.batch_size, cluster.num_devices)
+            return own, cluster
+    return plan_for(experiment, _as_stale(wanted, own.staleness), watch)
 
 
 def _as_stale(wanted: PlanRequest, staleness: int) -> PlanRequest:

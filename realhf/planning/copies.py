@@ -1,14 +1,12 @@
 """Copies of parameters from where these already are: which calls of a found plan best take theirs from another call's
 copy (`realhf.dataflow.copies`)."""
 
-import contextlib
 from collections.abc import Iterator, Mapping
 
 from msgspec import structs
 
-from realhf.base.errors import UserError
 from realhf.dataflow.copies import takers_of
-from realhf.dataflow.plan import ExecutionPlan, check_plan
+from realhf.dataflow.plan import ExecutionPlan, problem_of_copies, problem_of_order
 from realhf.dataflow.rationale import Worth
 from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.task import PlanningTask
@@ -65,13 +63,12 @@ def _predicted(task: PlanningTask, known: Prediction, copies: Mapping[str, str])
     """The plan with these copies in the best order, or in the order that it has; None where it cannot run or does not
     fit."""
     plan, within = with_sources(known.plan, copies), _within(task, known.plan)
-    try:
-        check_plan(plan, task.graph, task.batch_size)
-    except UserError:
+    if problem_of_copies(plan, task.graph):
         return None
     found = [predict_in_best_order(within, plan)]
-    with contextlib.suppress(UserError):  # that order may have the source of the next step before the last taker
-        found.append(predict(within, structs.replace(plan, order=known.plan.order)))
+    ordered = structs.replace(plan, order=known.plan.order)
+    if not problem_of_order(ordered, task.graph):  # it may have the source of the next step before the last taker
+        found.append(predict(within, ordered))
     return min((each for each in found if each.fits), key=lambda each: each.step_s, default=None)
 
 

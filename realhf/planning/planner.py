@@ -5,17 +5,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from realhf.api.backends import NATIVE
-from realhf.api.computation import computation_of
-from realhf.api.experiment import KeyLengths, auto_settings, models_of
-from realhf.api.staleness import graph_of, setups_of, stale_calls
+from realhf.api.computation import check_given
+from realhf.api.experiment import KeyLengths, ModelSetup
+from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
-from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan, check_plan
 from realhf.dataflow.pools import check_devices
 from realhf.planning.clusters import cluster_of, clusters_of
 from realhf.planning.explain.comparison import describe, explain
@@ -34,7 +33,9 @@ from realhf.planning.what_if import NO_STALENESS, WhatIf, WhatIfRequest, keys_wi
 WORTH_STALENESS = 0.01
 
 
-def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) -> tuple[ExecutionPlan, Cluster]:
+def plan_for(
+    experiment: ResolvedExperiment, request: PlanRequest, watch: Watch = unwatched
+) -> tuple[ExecutionPlan, Cluster]:
     """The plan that is asked for, given or the best one found, with predictions and reasons; and its cluster.
 
     Raises:
@@ -49,20 +50,19 @@ def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) ->
         measured=request.measured,
         stalenesses=request.stalenesses,
     )
-    found = describe(task, given_plan(task, request) or search_for(experiment, task, request.budget, watch))
+    found = describe(task, given_plan(experiment, task, request) or search_for(task, request.budget, watch))
     check_cache_room(found.plan, found.task)
     return explain(found), cluster
 
 
-def tasks_of(experiment: Any, request: PlanRequest, asked: WhatIfRequest) -> dict[str, PlanningTask]:
+def tasks_of(experiment: ResolvedExperiment, request: PlanRequest, asked: WhatIfRequest) -> dict[str, PlanningTask]:
     """The tasks of all clusters, or of all values of staleness, that are asked for, by names.
 
     Raises:
         UserError: as `task_of`, or there are several of both.
     """
-    check_computations(experiment, request.given)
     num_devices = request.given.num_devices if request.given else None
-    clusters, cases = clusters_of(request.devices, asked.clusters, num_devices), asked.cases(experiment.rpcs)
+    clusters, cases = clusters_of(request.devices, asked.clusters, num_devices), asked.cases(experiment.calls)
     if len(clusters) > 1 and len(cases) > 1:
         raise UserError(
             "several clusters or values of --staleness are compared by themselves: give several of one kind"
@@ -87,7 +87,7 @@ def tasks_of(experiment: Any, request: PlanRequest, asked: WhatIfRequest) -> dic
 
 
 def task_of(
-    experiment: Any,
+    experiment: ResolvedExperiment,
     cluster: Cluster,
     *,
     what_if: WhatIf | None = None,
@@ -106,20 +106,17 @@ def task_of(
             a profile cannot be read.
     """
     what_if, measured = (what_if or WhatIf()).with_defaults(), measured or Measured()
-    settings, setups = auto_settings(experiment), setups_of(experiment, stalenesses[-1])
-    calls = what_if.apply(experiment.rpcs)
-    tokens = what_if.prompt_tokens
-    keys = experiment.dataset.keys if tokens is None else keys_without_producer(calls)
-    graphs = {
-        staleness: with_staleness(graph_of(experiment, staleness, calls=calls, keys=keys), what_if.staleness)
-        for staleness in stalenesses
-    }
-    graph = graphs[stalenesses[-1]]  # it has all models
+    settings, dataset, tokens = experiment.settings, experiment.dataset, what_if.prompt_tokens
+    experiment = _as_asked(experiment, what_if)
+    stale = {staleness: experiment.stale(staleness) for staleness in stalenesses}
+    setups = stale[stalenesses[-1]].setups
+    graphs = {staleness: with_staleness(each.graph, what_if.staleness) for staleness, each in stale.items()}
+    graph = graphs[stalenesses[-1]]  # it has all models, as `setups` has
     check_offload(offload or (), graph)
     check_devices(graph.pools.values(), cluster.num_devices)
     batch_size = what_if.batch_size or settings.batch_size
     graph.rows_per_step(batch_size)
-    dtype = what_if.dtype or _common_dtype(experiment)
+    dtype = what_if.dtype or _common_dtype(setups)
     costs = load_costs(
         graph.models,
         dtype=dtype,
@@ -129,7 +126,7 @@ def task_of(
         features=what_if.engine(saves=saves),
         of_models={name: what_if.engine(setup, saves=saves) for name, setup in setups.items()},
     )
-    lengths = experiment.dataset.lengths() if tokens is None else dict.fromkeys(keys, KeyLengths.constant(tokens))
+    lengths = dataset.lengths() if tokens is None else dict.fromkeys(graph.dataset_keys, KeyLengths.constant(tokens))
     stalest = PlanningTask(
         graph=graph,
         batch_size=batch_size,
@@ -143,8 +140,19 @@ def task_of(
         open_choices={name: what_if.open_choices(setup) for name, setup in setups.items()},
         mixed=frozenset(name for name, setup in setups.items() if setup.backend == NATIVE),
         staleness=stalenesses[-1],
+        seed=experiment.seed,
+        evaluations=settings.search_evaluations,
     )
     return _first_of(stalest, graphs, partial(_steps_in_flight, most=settings.max_steps_in_flight, what_if=what_if))
+
+
+def _as_asked(experiment: ResolvedExperiment, what_if: WhatIf) -> ResolvedExperiment:
+    """The experiment with the architectures of a what-if, and with the keys of a data set that is not read."""
+    if not what_if.model_types and what_if.prompt_tokens is None:
+        return experiment
+    calls = what_if.apply(experiment.calls)
+    keys = experiment.dataset.keys if what_if.prompt_tokens is None else keys_without_producer(calls)
+    return replace(experiment, what_if=(calls, keys))
 
 
 def _first_of(
@@ -164,29 +172,18 @@ def _steps_in_flight(graph: DataflowGraph, most: int, what_if: WhatIf) -> int:
     return max(most, kept + 1, what_if.staleness + 2 if what_if.staleness else 1)
 
 
-def check_computations(experiment: Any, plan: ExecutionPlan | None) -> None:
-    """Raises UserError where a given plan says of a model's computation what the experiment, or its backend, does
-    not allow."""
-    if plan is None:
-        return
-    calls, setups = stale_calls(experiment.rpcs, plan.staleness), setups_of(experiment, plan.staleness)
-    trained = {call.model_name for call in calls if call.trains}
-    for call in calls:
-        is_home = call.trains or call.model_name not in trained
-        if is_home and call.name in plan.calls:
-            computation_of(call.model_name, setups[call.model_name], plan.calls[call.name].compute)
+def given_plan(experiment: ResolvedExperiment, task: PlanningTask, request: PlanRequest) -> ExecutionPlan | None:
+    """The plan that a request gives for an experiment's task, checked, or names by its rule; None: it asks for a
+    search. Raises UserError if the plan cannot run, or the rule has none that can."""
+    if request.rule:
+        return rule_plan(request.rule, task).plan
+    if request.given:
+        check_given(request.given, experiment, task.graph, task.batch_size, task.cluster.num_devices)
+    return request.given
 
 
-def given_plan(task: PlanningTask, request: PlanRequest) -> ExecutionPlan | None:
-    """The plan that a request gives, or names by its rule; None: it asks for a search. Raises UserError if the rule has
-    no plan that can run."""
-    return rule_plan(request.rule, task).plan if request.rule else request.given
-
-
-def search_for(
-    experiment: Any, task: PlanningTask, budget: SearchBudget | None = None, watch: Watch = unwatched
-) -> SearchResult:
-    """The cheapest plan found for an experiment's task. A budget without a number of plans has that of `@auto`.
+def search_for(task: PlanningTask, budget: SearchBudget | None = None, watch: Watch = unwatched) -> SearchResult:
+    """The cheapest plan found for a task, checked. A budget without a number of plans has that of the experiment.
 
     Where the task leaves the staleness of rollouts to the search, each staleness has its share of the budget, and the
     plan has the least one with which a step is as short as with any (`WORTH_STALENESS`).
@@ -196,17 +193,19 @@ def search_for(
     """
     budget = budget or SearchBudget()
     if budget.evaluations is None:
-        budget = replace(budget, evaluations=auto_settings(experiment).search_evaluations)
+        budget = replace(budget, evaluations=task.evaluations)
     begun, results, errors = time.perf_counter(), list[SearchResult](), list[UserError]()
     tasks = [task.varied(), *task.more_stale]
     for number, each in enumerate(tasks):
         try:
             share = _share(budget, begun, len(tasks), len(tasks) - number)
-            results.append(search_plan(each, share, experiment.seed, watch))
+            results.append(search_plan(each, share, task.seed, watch))
         except UserError as error:
             errors.append(error)
     if results:
-        return _least_stale(results)
+        best = _least_stale(results)
+        check_plan(best.plan, task.of(best.plan).graph, task.batch_size)
+        return best
     smallest = smallest_peak_bytes(task)
     if smallest is None or smallest <= task.cluster.device_memory_bytes:
         raise errors[0]  # memory is not what was wrong
@@ -247,8 +246,8 @@ def check_cache_room(plan: ExecutionPlan, task: PlanningTask) -> None:
             )
 
 
-def _common_dtype(experiment: Any) -> DType:
-    dtypes = {setup.dtype for setup in models_of(experiment).values()}
+def _common_dtype(setups: Mapping[str, ModelSetup]) -> DType:
+    dtypes = {setup.dtype for setup in setups.values()}
     if len(dtypes) > 1:
         raise UserError(f"the models have several dtypes ({', '.join(sorted(dtypes))}); give all of them one")
     return dtypes.pop()

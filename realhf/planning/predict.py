@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
-from realhf.dataflow.plan import ExecutionPlan, OrderEntry, check_plan
+from realhf.dataflow.plan import ExecutionPlan, OrderEntry, problem_of_order
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.options import option_of
 from realhf.planning.problem.builder import build_problem
@@ -53,14 +52,7 @@ class Prediction:
 
 
 def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
-    """Predicts a plan, searched or made by hand, run in its own order with its own offloaded models. Raises UserError
-    if it cannot run the graph, or is for more devices than the cluster has."""
-    check_plan(plan, task.graph, task.batch_size)
-    if plan.num_devices > task.cluster.num_devices:
-        raise UserError(
-            f"the plan is for {plan.num_devices} devices but the cluster has {task.cluster.num_devices}; "
-            "give a larger cluster or make a plan for this one with `realhf plan`"
-        )
+    """Predicts a plan that can run, run in its own order with its own offloaded models."""
     problem = problem_of(task, plan)
     native, choice = native_problem(problem), [0] * len(problem.calls)
     events = simulate(native, choice, problem.steps, sequence_of(plan, task.graph, problem))
@@ -97,7 +89,7 @@ def fastest_order(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem
     the plan's options in the problem."""
     names, simulated = task.graph.nodes, simulate(native, choice, steps_to_simulate(task.max_steps_in_flight))
     starts = [(names[event.node], event.step, event.start_s) for event in simulated if event.node < len(names)]
-    orders = possible_orders(starts, plan, task.graph, task.batch_size)
+    orders = possible_orders(starts, plan, task.graph)
     predictions = [predict(task, structs.replace(plan, order=order)) for order in orders]
     return min(predictions, key=lambda prediction: prediction.step_s)
 
@@ -114,9 +106,7 @@ def steps_to_simulate(max_steps_in_flight: int) -> int:
     return 2 * max_steps_in_flight + 6
 
 
-def possible_orders(
-    starts: Sequence[tuple[str, int, float]], plan: ExecutionPlan, graph: DataflowGraph, batch_size: int
-) -> list[Order]:
+def possible_orders(starts: Sequence[tuple[str, int, float]], plan: ExecutionPlan, graph: DataflowGraph) -> list[Order]:
     """Orders that agree with the simulated `starts`, (call, step, start_s), and can be run; the last one, step after
     step, always can.
 
@@ -132,7 +122,8 @@ def possible_orders(
         if first is not None and first == _period(sequence, call, middle + 1) and first not in orders:
             orders.append(first)
     within_step = tuple(OrderEntry(call=call) for call, step in sequence if step == middle)
-    runnable = [order for order in (*orders, within_step) if _can_run(order, plan, graph, batch_size)]
+    found = (*orders, within_step)
+    runnable = [order for order in found if not problem_of_order(structs.replace(plan, order=order), graph)]
     assert within_step in runnable, "a simulation keeps the order of the edges within a step"
     return runnable
 
@@ -144,11 +135,3 @@ def _period(sequence: Sequence[tuple[str, int]], beginning: str, step: int) -> O
     if len(part) != len(calls) or {call for call, _ in part} != calls:
         return None
     return tuple(OrderEntry(call=call, steps_back=step - of_step) for call, of_step in part)
-
-
-def _can_run(order: Order, plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> bool:
-    try:
-        check_plan(structs.replace(plan, order=order), graph, batch_size)
-    except UserError:
-        return False
-    return True

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import ExecutionPlan, check_plan
+from realhf.dataflow.plan import ExecutionPlan, check_confined
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel
@@ -52,7 +52,7 @@ def evaluate_preset(name: str, task: PlanningTask, mapper: Mapper | None = None)
     """A preset, predicted as the searched plan is, in its own best order. `mapper`: of the task, with what it knows."""
     try:
         plan = PRESETS[name](mapper or Mapper(task))
-        check_plan(plan, task.graph, task.batch_size)  # a rule knows no pools
+        check_confined(plan, task.graph)  # a rule knows no pools
         prediction = predict_in_best_order(task, plan)
     except UserError as error:
         return PresetResult(name=name, prediction=None, problem=str(error))
@@ -126,7 +126,7 @@ def hybridflow(mapper: Mapper) -> ExecutionPlan:
         if task.graph.pools:
             raise
     for plan in plans:
-        check_plan(plan, task.graph, task.batch_size)  # the algorithm knows no pools
+        check_confined(plan, task.graph)  # the algorithm knows no pools
     plans.append(_best_on(task, _all_devices(task), "hybridflow"))
     predicted = [predict_in_best_order(task, plan) for plan in plans]
     return min(predicted, key=lambda each: (not each.fits, each.step_s)).plan

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -31,8 +31,10 @@ class PlanningTask:
     `open_choices`: by model what a plan may choose of its computation (`realhf.api.computation`). `mixed`: the models
     whose operators may have modes of their own. `breadth`: of the ways to run a call those that are searched (None: as
     many as clusters of this size allow). `near`: the only meshes that are searched (none: all that there are).
-    `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.staleness`). `more_stale`:
-    the same task with more of it: a search may choose one of them.
+    `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.resolved`). `more_stale`:
+    the same task with more of it: a search may choose one of them. `seed` and `evaluations`: the experiment's, for a
+    search whose budget names no number of plans (None: one that grows with the problem). `like`: a task of the same
+    calls; what either computes of them, both know.
     """
 
     graph: DataflowGraph
@@ -50,6 +52,13 @@ class PlanningTask:
     near: tuple[DeviceMesh, ...] = ()
     staleness: int = 0
     more_stale: "tuple[PlanningTask, ...]" = ()
+    seed: int = 0
+    evaluations: int | None = None
+    like: InitVar["PlanningTask | None"] = None
+    _like: "PlanningTask | None" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self, like: "PlanningTask | None") -> None:
+        object.__setattr__(self, "_like", like and (like._like or like))
 
     def varied(
         self,
@@ -61,16 +70,15 @@ class PlanningTask:
     ) -> "PlanningTask":
         """The task with these in place of its own, and without `more_stale`. Its calls cost the same: what either has
         computed of them, both know."""
-        changed = replace(
+        return replace(
             self,
             offload=self.offload if offload is None else offload,
             max_steps_in_flight=max_steps_in_flight or self.max_steps_in_flight,
             breadth=breadth or self.breadth,
             near=self.near if near is None else near,
             more_stale=(),
+            like=self,
         )
-        changed.__dict__.update(homes=self.homes, call_models=self.call_models, known=self.known)
-        return changed
 
     def of(self, plan: ExecutionPlan) -> "PlanningTask":
         """The task, of this and `more_stale`, that a plan is for; without the others."""
@@ -85,6 +93,8 @@ class PlanningTask:
     @cached_property
     def homes(self) -> dict[str, str]:
         """For every call, the call in whose layout its model's parameters live (`ExecutionPlan.home`)."""
+        if self._like:
+            return self._like.homes
         empty = ExecutionPlan(num_devices=1, calls={})
         return {name: empty.home(self.graph, call.model_name) for name, call in self.graph.model_calls.items()}
 
@@ -92,7 +102,7 @@ class PlanningTask:
     def known(self) -> dict[Any, Any]:
         """What has been computed of options, for who computes it (`realhf.planning.problem.option_rows`,
         `realhf.planning.dominance`)."""
-        return {}
+        return self._like.known if self._like else {}
 
     @property
     def tokens_per_step(self) -> float:
@@ -102,6 +112,8 @@ class PlanningTask:
     @cached_property
     def call_models(self) -> dict[str, CallModel]:
         """By the name of a call what knows its seconds and bytes. Raises UserError for mini-batches of unequal size."""
+        if self._like:
+            return self._like.call_models
         return {name: self._call_model(call) for name, call in self.graph.model_calls.items()}
 
     def _call_model(self, call: ModelFunctionCallDef) -> CallModel:

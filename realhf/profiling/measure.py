@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from realhf.api.experiment import auto_settings, models_of
+from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import write_atomically
 from realhf.base.options import Option, Options
-from realhf.dataflow.graph import DataflowGraph
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
 from realhf.launch.process import Job, workers_of
@@ -77,15 +76,14 @@ class ProfileRequest(Options):
         return not self.words or LAYERS in self.words
 
 
-def targets_of(experiment: Any, hardware: str, request: ProfileRequest) -> list[ProfileTarget]:
+def targets_of(experiment: ResolvedExperiment, hardware: str, request: ProfileRequest) -> list[ProfileTarget]:
     """Every model type with its dtype once, in the order of the calls, but for those that transformers computes; their
     profiles are of the `hardware`.
 
     Raises:
         UserError: transformers computes all of them.
     """
-    models = DataflowGraph(experiment.rpcs, experiment.dataset.keys).models
-    setups, root = models_of(experiment), request.profiles_dir
+    models, setups, root = experiment.graph.models, experiment.setups, request.profiles_dir
     pairs = dict.fromkeys(
         (model, setups[name].dtype) for name, model in models.items() if not isinstance(model, TransformersConfig)
     )
@@ -102,11 +100,15 @@ def targets_of(experiment: Any, hardware: str, request: ProfileRequest) -> list[
 
 
 def profile_job(
-    experiment: Any, hardware: str, num_workers: int, targets: list[ProfileTarget], request: ProfileRequest
+    experiment: ResolvedExperiment,
+    hardware: str,
+    num_workers: int,
+    targets: list[ProfileTarget],
+    request: ProfileRequest,
 ) -> ProfileJob:
     """The job of measuring an experiment with `num_workers` of a machine."""
-    batch_size = auto_settings(experiment).batch_size
-    responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.rpcs]
+    batch_size = experiment.settings.batch_size
+    responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.calls]
     of_data = max(experiment.dataset.lengths().values())  # the longest key's
     mean, longest = max(1, round(of_data.mean) + max(responses)), of_data.longest + max(responses)
     return ProfileJob(
@@ -121,13 +123,17 @@ def profile_job(
         repetitions=request.repetitions,
         timeout_s=request.timeout_s,
         constants=request.constants,
-        dtypes=tuple(dict.fromkeys(setup.dtype for setup in models_of(experiment).values())),
+        dtypes=tuple(dict.fromkeys(setup.dtype for setup in experiment.setups.values())),
         constants_path=str(constants_path(hardware, request.profiles_dir).absolute()),
     )
 
 
 def measure(
-    experiment: Any, cluster: Cluster, targets: list[ProfileTarget], request: ProfileRequest, watch: Watch
+    experiment: ResolvedExperiment,
+    cluster: Cluster,
+    targets: list[ProfileTarget],
+    request: ProfileRequest,
+    watch: Watch,
 ) -> None:
     """Writes the profiles of `targets`, the constants that the request asks for, and a description of the hardware
     beside them.

@@ -57,9 +57,9 @@ def prepare(run: Run, directory: RunDirectory) -> None:
     write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(run.spec), indent=2) + b"\n")
     if directory.plan.exists() and digest_in(directory.plan) != plan_digest(run.plan):
         directory.plan.rename(_next_name(directory.plan))
+    write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
     save_plan(run.plan, directory.plan)
     make_run_keys(directory.keys, num_workers=run.spec.num_workers)
-    write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
 
 
 def _put_logs_aside(directory: RunDirectory) -> None:

@@ -9,14 +9,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from realhf.api.computation import computation_of
-from realhf.api.experiment import (
-    SETTINGS_ATTRIBUTE,
-    AutoSettings,
-    Evaluation,
-    ModelSetup,
-    auto_settings,
-)
-from realhf.api.staleness import graph_of, setups_of
+from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation, ModelSetup
+from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.compute import Computation
 from realhf.base.code_files import load_code_file
 from realhf.base.durations import WEEK_S, YEAR_S
@@ -27,7 +21,7 @@ from realhf.base.options import Common, Option, check_options
 from realhf.base.reading import read_bytes
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import check_implementation
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, check_plan, load_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, load_plan
 from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.models.checkpoint_index import initial_optimizer_steps
@@ -215,35 +209,35 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True)
 class Run:
-    """A validated experiment with its plan.
+    """A validated experiment, of the plan's staleness, with its plan.
 
     Raises:
         UserError: at construction of any of its parts, before a process starts.
     """
 
     spec: RunSpec
-    experiment: Any
+    experiment: ResolvedExperiment
     plan: ExecutionPlan
 
-    @cached_property
+    @property
     def settings(self) -> AutoSettings:
-        return auto_settings(self.experiment)
+        return self.experiment.settings
 
-    @cached_property
+    @property
     def graph(self) -> DataflowGraph:
-        return graph_of(self.experiment, self.plan.staleness)
+        return self.experiment.graph
 
-    @cached_property
+    @property
     def models(self) -> dict[str, ModelSetup]:
-        return setups_of(self.experiment, self.plan.staleness)
+        return self.experiment.setups
 
-    @cached_property
+    @property
     def evaluation(self) -> Evaluation | None:
-        return getattr(self.experiment, "evaluation", None)
+        return self.experiment.evaluation
 
-    @cached_property
+    @property
     def evaluation_graph(self) -> DataflowGraph | None:
-        return DataflowGraph(self.evaluation.rpcs, self.evaluation.dataset.keys) if self.evaluation else None
+        return self.experiment.evaluation_graph
 
     @cached_property
     def homes(self) -> dict[str, Layout]:
@@ -312,18 +306,12 @@ class Run:
         return calls + [(call, self.evaluation_plan(call).layout) for call in evaluation]
 
     def check(self) -> None:
-        """Raises UserError if plan, experiment, evaluation and `record` do not fit each other, or an interface has no
-        implementation."""
+        """Raises UserError if evaluation, `record` and the plan's layouts do not fit each other, or an interface has no
+        implementation. The plan itself is checked where it enters."""
         for graph in (self.graph, self.evaluation_graph):
             for call in graph.calls.values() if graph else ():
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
         self._check_record()
-        check_plan(self.plan, self.graph, self.settings.batch_size)
-        if self.plan.num_devices > self.spec.num_workers:
-            raise UserError(
-                f"the plan is for {self.plan.num_devices} devices but the run has {self.spec.num_workers} workers; "
-                f"give --num-workers {self.plan.num_devices} or another plan"
-            )
         if self.evaluation:
             assert self.evaluation_graph
             self.evaluation_graph.rows_per_step(self.evaluation.batch_size, "the evaluation's batch_size")
@@ -447,5 +435,6 @@ def load_run(spec_path: Path, plan_path: Path) -> Run:
         raise UserError(
             f"{spec_path} names the working directory {spec.working_directory}, which cannot be entered: {error}"
         ) from None
-    cls = load_experiment_class(spec.experiment_file, spec.experiment_class)
-    return Run(spec, saved_experiment(spec, cls, spec.experiment_file), load_plan(plan_path))
+    cls, plan = load_experiment_class(spec.experiment_file, spec.experiment_class), load_plan(plan_path)
+    experiment = ResolvedExperiment(saved_experiment(spec, cls, spec.experiment_file), plan.staleness)
+    return Run(spec, experiment, plan)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.api.resolved import ResolvedExperiment
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
@@ -57,7 +58,8 @@ def run_with(eta: float, every: int) -> Run:
         "actor": ModelSetup(optimizer=OptimizerConfig(lr=1e-3)),
         "reference": ModelSetup(follows=Follow("actor", eta=eta)),
     }
-    return Run(spec, SimpleNamespace(rpcs=RPCS, dataset=SimpleNamespace(keys=("prompt",)), models=models), PLAN)
+    experiment = SimpleNamespace(rpcs=RPCS, dataset=SimpleNamespace(keys=("prompt",)), models=models)
+    return Run(spec, ResolvedExperiment(experiment), PLAN)
 
 
 class Worker:
@@ -172,7 +174,7 @@ class SharingWorker(Worker):
         experiment = SimpleNamespace(
             rpcs=SHARING, dataset=SimpleNamespace(keys=("prompt",)), models={"actor": run.models["actor"]}
         )
-        super().__init__(rank, Run(run.spec, experiment, SHARED), table)
+        super().__init__(rank, Run(run.spec, ResolvedExperiment(experiment), SHARED), table)
         for model in self.models.values():  # the home
             model.residency.held()[0][1].fill_(0.5)
 

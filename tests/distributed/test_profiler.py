@@ -31,8 +31,8 @@ ONE_KV_HEAD = DecoderConfig(
 )
 EXPERIMENT = """
 from dataclasses import dataclass, field
-from realhf.api import Generate, Score
-from realhf.api.experiment import KeyLengths, auto
+from realhf.api import Generate, Score, auto
+from realhf.api.experiment import KeyLengths
 from realhf.dataflow.graph import GENERATE, INFERENCE, ModelFunctionCallDef
 from realhf.architecture.model import DecoderConfig
 from realhf.planning.model.descriptions import load_hardware

@@ -191,8 +191,7 @@ def ready(job: Job) -> Path:
 
 
 def graph_of(job: Job, words: tuple[str, ...]) -> DataflowGraph:
-    experiment = experiment_of(str(ready(job)), words)
-    return DataflowGraph(experiment.rpcs, experiment.dataset.keys)
+    return experiment_of(str(ready(job)), words).graph
 
 
 def is_drawn(job: Job) -> bool:

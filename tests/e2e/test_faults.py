@@ -233,7 +233,8 @@ EXPERIMENT = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from realhf.api.experiment import ModelSetup, OptimizerConfig, auto
+from realhf.api.decorator import auto
+from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.data import sort_task

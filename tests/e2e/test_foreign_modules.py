@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from beside import TINY
 from beside_interface import MySFT
 
-from realhf.api.experiment import auto
+from realhf.api.decorator import auto
 from realhf.architecture.model import DecoderConfig
 from realhf.rundir.run import load_experiment_class
 

@@ -150,7 +150,7 @@ import os
 from dataclasses import dataclass
 
 from experiments.ppo import PPOExperiment
-from realhf.api.experiment import auto
+from realhf.api.decorator import auto
 
 
 @auto(batch_size=128)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from realhf.data import sort_task
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.planner import plan_for
@@ -43,7 +43,7 @@ def test_the_same_graph_and_the_same_plan(data: Path) -> None:
     script = experiment_of(str(SCRIPT), options(data))
     declared = experiment_of("experiments/ppo.py", ("--data-dir", str(data), "--no-evaluate"))
     request = PlanRequest(devices=DevicesRequest(num_workers=4), budget=SearchBudget(evaluations=2000))
-    graphs = [DataflowGraph(one.rpcs, one.dataset.keys) for one in (script, declared)]
+    graphs = [one.graph for one in (script, declared)]
     first, second = (
         {
             c.name: (c.model_name, c.config, set(c.input_data), c.output_data, c.mini_batches)

@@ -79,7 +79,7 @@ def test_a_plan_makes_rollouts_as_stale_as_an_experiment_that_asks_for_it(tmp_pa
     experiment = experiment_of("experiments/ppo.py", words)
     unmeasured = Measured(profiles=tmp_path, ignores_runs=True)
     task = task_of(experiment, cpu_cluster(2), measured=unmeasured, stalenesses=(0, 1))
-    plan = search_for(experiment, task, SearchBudget(evaluations=4000)).plan
+    plan = search_for(task, SearchBudget(evaluations=4000)).plan
     assert plan.staleness == 1
     save_plan(plan, tmp_path / "plan.json")
     save_plan(msgspec.structs.replace(plan, staleness=0, order=(), models={}), tmp_path / "fresh.json")

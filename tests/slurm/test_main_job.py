@@ -18,7 +18,7 @@ RAISES = """
 from dataclasses import dataclass
 from typing import ClassVar
 
-from realhf.api.experiment import auto
+from realhf.api.decorator import auto
 from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.data import sort_task

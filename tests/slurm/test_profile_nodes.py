@@ -99,7 +99,7 @@ def test_refusals_leave_nothing(slurm_testbed: Testbed, user: User) -> None:
         ((*ON_CPUS, "--partition", "gup"), "--partition gup: the cluster has main, urgent"),
         ((*ON_CPUS, "--nodes", "3"), "--nodes 3: partition main has 2 nodes"),
         ((*ON_CPUS, "--until-done"), "--until-done is for a run"),
-        (("--launcher", "slurm", "--cpu-only"), "SLURM does not tell how many workers a node is to have; give"),
+        (("--launcher", "slurm", "--cpu-only"), "slurm does not tell how many workers a node is to have; give"),
         (("--nodes", "2"), "--nodes 2 is for --launcher slurm"),
     ):
         refused = user.realhf("profile", *words)

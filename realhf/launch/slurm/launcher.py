@@ -32,6 +32,7 @@ class SlurmLauncher(Launcher):
 
     options_type = SlurmOptions
     is_remote = True
+    queues = True
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
@@ -53,8 +54,7 @@ class SlurmLauncher(Launcher):
         self._submitted = SubmittedJob(self._options_of(job), job)
 
     def start_array(self, jobs: Sequence[Job], folder: Path, at_most: int | None) -> list[str]:
-        """Starts jobs of one size as an array, whose script lies in `folder`; the cluster's ids of the jobs. Raises
-        UserError as `start`."""
+        """As an array, whose script lies in `folder`."""
         options = self._options_of(jobs[0])
         texts = [write_script(options, job) for job in jobs]
         script = folder / ARRAY_SCRIPT
@@ -83,6 +83,10 @@ class SlurmLauncher(Launcher):
 
     def status(self) -> str:
         return self._submitted.status() if self._submitted else ""
+
+    def node_devices(self) -> int | None:
+        self._offer = self._offer or ask()
+        return self._offer.gpus_per_node(self._options.partition, self._options.gpu_type)
 
     def place(self, worker: int) -> str | None:
         assert self._job is not None

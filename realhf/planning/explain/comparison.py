@@ -220,7 +220,7 @@ class Comparison:
 
 
 def describe(task: PlanningTask, plan: SearchResult | ExecutionPlan) -> Comparison:
-    """The plan of a search, or a given one, beside the heuristic alone. Raises UserError as `predict`."""
+    """The plan of a search, or a given one, beside the heuristic alone. ."""
     # numpy takes long to import, and the help of a command comes without it: so do `compare` and `sure`.
     from realhf.planning.explain.hinges import hinges
     from realhf.planning.intervals import drawn

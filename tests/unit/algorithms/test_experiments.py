@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.experiment import SETTINGS_ATTRIBUTE, auto_settings, models_of
+from realhf.api.experiment import SETTINGS_ATTRIBUTE
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.dataflow.graph import DataflowGraph
@@ -32,10 +33,10 @@ def data_dir(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize(("name", "steps", "batch_size"), [("sft", 400, 128), ("reward", 150, 64), ("ppo", 80, 128)])
 def test_the_graph_is_valid_and_the_defaults_are_the_recipes(data_dir, name, steps, batch_size):
-    experiment = load(name)(data_dir=data_dir)
-    assert (experiment.steps, auto_settings(experiment).batch_size) == (steps, batch_size)
-    graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys)
-    assert set(models_of(experiment)) == set(graph.models)
+    experiment = ResolvedExperiment(load(name)(data_dir=data_dir))
+    assert (experiment.steps, experiment.settings.batch_size) == (steps, batch_size)
+    graph = experiment.graph
+    assert set(experiment.setups) == set(graph.models)
     evaluation = experiment.evaluation
     evaluated = DataflowGraph(evaluation.rpcs, evaluation.dataset.keys)
     for model, config in evaluated.models.items():

@@ -9,7 +9,6 @@ from realhf.algorithms.rloo.config import RLOO, rloo_advantages, rloo_loss
 from realhf.api import Policy, Prompts, Reward, auto
 from realhf.api.script.functions import SEQUENCE_MEAN, TOKEN_MEAN, sequence_sum_over
 from realhf.data import sort_task
-from realhf.dataflow.graph import DataflowGraph
 from realhf.experiments import ready_file
 from realhf.lifecycle.request import experiment_of
 
@@ -32,8 +31,7 @@ def files(tmp_path: Path) -> tuple[str, ...]:
 def calls_of(files: tuple[str, ...]) -> CallsOf:
     def make(name: str, *words: str) -> dict[str, Any]:
         experiment = experiment_of(str(ready_file(name)), (*files, *words))
-        DataflowGraph(experiment.rpcs, experiment.dataset.keys)
-        return {rpc.name: rpc.interface_impl for rpc in experiment.rpcs}
+        return {call.name: call.interface_impl for call in experiment.graph.calls.values()}
 
     return make
 

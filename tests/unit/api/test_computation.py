@@ -1,12 +1,17 @@
 """How a model is computed: what the experiment fixes, what the plan says, what holds otherwise."""
 
+import re
+
+import msgspec
 import pytest
 
-from realhf.api.computation import computation_of, open_choices
+from experiments.ppo import PPOExperiment
+from realhf.api.computation import check_given, computation_of, open_choices
 from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.compute import Computation, ComputeConfig
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import CallCompute
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
 
 OPTIMIZER = OptimizerConfig()
 
@@ -65,3 +70,50 @@ def test_a_plan_says_nothing_that_the_backend_cannot_do() -> None:
     with pytest.raises(UserError, match="a mode for each operator, which backend='transformers' cannot do"):
         computation_of("actor", ModelSetup(optimizer=OPTIMIZER, backend="transformers"), modes)
     assert open_choices(ModelSetup(optimizer=OPTIMIZER, backend="transformers")) == ("data_parallel", "offload_states")
+
+
+PPO = ResolvedExperiment(PPOExperiment(batch_size=8, evaluate=False))
+PLAN = ExecutionPlan(num_devices=2, calls=dict.fromkeys(PPO.graph.model_calls, CallPlan(devices=(0, 2), dp=2)))
+
+
+def check(plan: ExecutionPlan, experiment: ResolvedExperiment = PPO) -> None:
+    check_given(plan, experiment, experiment.stale(plan.staleness).graph, 8, 2)
+
+
+def computed(**by_call: CallCompute) -> ExecutionPlan:
+    calls = {name: msgspec.structs.replace(PLAN.calls[name], compute=compute) for name, compute in by_call.items()}
+    return msgspec.structs.replace(PLAN, calls=PLAN.calls | calls)
+
+
+def test_a_given_plan_that_can_run() -> None:
+    check(PLAN)
+    check(msgspec.structs.replace(PLAN, staleness=1))
+    check(computed(actor_train_step=CallCompute(recomputation="full")))
+
+
+FIXING = ModelSetup(optimizer=OPTIMIZER, compute=ComputeConfig(recomputation="off"))
+
+
+class Fixed(PPOExperiment):
+    @property
+    def models(self) -> dict[str, ModelSetup]:
+        return {**super().models, "actor": FIXING}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (msgspec.structs.replace(PLAN, calls={}), "the plan is for other calls: it has , the experiment has actor_"),
+        (
+            msgspec.structs.replace(PLAN, num_devices=5),
+            "the plan is for 5 devices but the cluster has 2; give a larger cluster or make a plan for this one",
+        ),
+        (
+            computed(actor_train_step=CallCompute(recomputation="full")),
+            "model 'actor': the plan says recomputation='full', and the experiment fixes recomputation='off'",
+        ),
+    ],
+)
+def test_a_given_plan_that_cannot_run(plan: ExecutionPlan, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check(plan, ResolvedExperiment(Fixed(batch_size=8, evaluate=False)))

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from realhf.api.experiment import ModelSetup, OptimizerConfig, auto, auto_settings, models_of
+from realhf.api.decorator import auto
+from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.base.options import options_in
 from realhf.dataflow.follow import Follow
@@ -36,7 +38,7 @@ class Small:
 
 
 def test_settings_of_the_decorator() -> None:
-    settings = auto_settings(Small())
+    settings = ResolvedExperiment(Small()).settings
     assert (settings.batch_size, settings.nodelist) == (8, "node[01-02]")
     assert (settings.max_steps_in_flight, settings.search_evaluations) == (3, 10)
 
@@ -47,11 +49,11 @@ def test_a_field_overrides_the_decorators_batch_size() -> None:
     class Batched(Small):
         batch_size: int = 32
 
-    assert auto_settings(Batched()).batch_size == 32
+    assert ResolvedExperiment(Batched()).settings.batch_size == 32
     with pytest.raises(UserError, match="batch_size=-1 must be at least 1"):
-        auto_settings(Batched(batch_size=-1))
+        _ = ResolvedExperiment(Batched(batch_size=-1)).settings
     with pytest.raises(UserError, match="batch_size=0 must be at least 1"):
-        auto_settings(Batched(batch_size=0))
+        _ = ResolvedExperiment(Batched(batch_size=0)).settings
 
 
 def test_auto_refuses_a_plain_class() -> None:
@@ -78,20 +80,23 @@ def test_auto_refuses_a_batch_without_samples(batch_size: int) -> None:
 
 
 def test_models_have_defaults() -> None:
-    assert models_of(Small()) == {"student": ModelSetup(optimizer=OptimizerConfig()), "teacher": ModelSetup()}
+    assert ResolvedExperiment(Small()).setups == {
+        "student": ModelSetup(optimizer=OptimizerConfig()),
+        "teacher": ModelSetup(),
+    }
 
 
 def test_models_that_no_call_uses() -> None:
     wrong = dataclasses.replace(Small(), models={"studnt": ModelSetup()})
     with pytest.raises(UserError, match="models: 'studnt' is used by no call; the calls use student, teacher"):
-        models_of(wrong)
+        _ = ResolvedExperiment(wrong).setups
 
 
 def test_a_trained_model_needs_an_optimizer() -> None:
     message = "student_train_step trains 'student', which has no optimizer; give one in models"
     with pytest.raises(UserError, match=re.escape(message)):
-        models_of(dataclasses.replace(Small(), models={"student": ModelSetup()}))
-    found = models_of(dataclasses.replace(Small(), models={}))
+        _ = ResolvedExperiment(dataclasses.replace(Small(), models={"student": ModelSetup()})).setups
+    found = ResolvedExperiment(dataclasses.replace(Small(), models={})).setups
     assert found == {"student": ModelSetup(optimizer=OptimizerConfig()), "teacher": ModelSetup()}
 
 
@@ -149,4 +154,4 @@ def test_a_model_that_follows_has_a_dtype_in_which_it_can(
         "teacher": ModelSetup(follows=follows, **teacher),
     }
     with pytest.raises(UserError, match=re.escape(message)):
-        models_of(dataclasses.replace(Small(), models=models))
+        _ = ResolvedExperiment(dataclasses.replace(Small(), models=models)).setups

@@ -18,7 +18,7 @@ from realhf.api import (
     auto,
     inputs,
 )
-from realhf.api.experiment import models_of
+from realhf.api.resolved import ResolvedExperiment
 from realhf.dataflow.graph import DataflowGraph
 
 KEYS = {"prompt": "prompts", "logprob": "logp", "ref_logprob": "ref_logp", "reward": "r", "value": "v"}
@@ -93,7 +93,7 @@ class PPOExperiment:
 
 def test_the_figure_of_the_paper_is_an_experiment() -> None:
     experiment = PPOExperiment()
-    models = models_of(experiment)
+    models = ResolvedExperiment(experiment).setups
     trained = {name: setup.optimizer is not None for name, setup in models.items()}
     assert trained == {"actor": True, "reward": False, "ref": False, "critic": True}
     graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys)

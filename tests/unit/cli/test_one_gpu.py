@@ -102,7 +102,6 @@ def test_a_run_on_one_gpu_is_planned_and_its_worker_is_shown_it(
         def carry_out(self) -> None: ...
 
     monkeypatch.setattr(controller, "Controller", Carried)
-    monkeypatch.setattr("realhf.cli.run.print_summary", lambda *_: None)
     words = ["run", f"experiments/{experiment}.py", "--run-dir", str(tmp_path / "run"), "--num-workers", "1"]
     assert main([*words, "--data-dir", str(tmp_path / "data")]) == 0
     ((job, (master, worker)),) = started

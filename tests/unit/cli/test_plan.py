@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from realhf.api.experiment import ModelSetup
+from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.compute import ComputeConfig
 from realhf.cli import main
 from realhf.dataflow.plan import CallPlan
@@ -165,7 +166,7 @@ def test_a_model_is_priced_as_its_setup_says() -> None:
     cluster = cpu_cluster(2, memory=2**32)
     needs = {}
     for features in ((), ("no-recomputation",)):
-        task = task_of(Recomputing(), cluster, what_if=WhatIf(prompt_tokens=64, features=features))
+        task = task_of(ResolvedExperiment(Recomputing()), cluster, what_if=WhatIf(prompt_tokens=64, features=features))
         rows = {call.name: call for call in build_problem(task, all_options(task)).calls}
         needs[features] = {
             name: next(o.dynamic_bytes for o in rows[name].options if o.devices == (0, 1) and o.micro_batches == 1)

@@ -14,7 +14,7 @@ from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.geometry.parameters import parameter_count
 from realhf.launch.process import job_of
-from realhf.lifecycle.new import new_run, said_of_hardware
+from realhf.lifecycle.new import hardware_lines, new_run
 from realhf.lifecycle.replan import planned_task
 from realhf.machine import host
 from realhf.planning.clusters import cluster_of, hardware_text
@@ -151,7 +151,7 @@ def test_a_run_records_what_it_was_planned_for():
     assert run.plan.rationale is not None
     assert (run.plan.rationale.hardware, run.plan.rationale.device_memory_bytes) == ("cpu-8-threads", 2 * GIB)
     text = "planned for 1 x 1 cpu-8-threads with 2.0 GiB each (this machine's 33.0 GiB and 8 cores)"
-    first, needs = said_of_hardware(run, Path(SINGLE))
+    first, needs = hardware_lines(run, Path(SINGLE))
     assert first == text
     peak = max(memory.peak_bytes for memory in run.plan.rationale.memory)
     step = f"a step of {run.plan.predicted_step_s:.3g} s"
@@ -162,7 +162,7 @@ def test_more_memory_than_the_machine_has_is_warned_of():
     run = new_run(
         request_of("experiments/ppo.py", "--num-workers", "2", "--plan", SINGLE, "--memory-gb", "17", "--steps", "3")
     )
-    assert said_of_hardware(run, None)[2:] == [
+    assert hardware_lines(run, None)[2:] == [
         "warning: 2 workers with 17.0 GiB each count on more than this machine's 33.0"
     ]
 
@@ -176,7 +176,7 @@ def test_a_given_plan_that_does_not_fit_or_is_of_elsewhere_is_told(tmp_path):
             "experiments/ppo.py", "--num-workers", "1", "--plan", str(plan), "--memory-gb", "0.01", "--steps", "3"
         )
     )
-    _, _, note, warning = said_of_hardware(run, plan)
+    _, _, note, warning = hardware_lines(run, plan)
     assert note == f"note: {plan} was made for h100; its times and memory are predicted anew"
     assert re.fullmatch(rf"warning: {plan} needs [0-9.]+ GiB on a device, and they have 0.0 GiB", warning)
 

@@ -7,8 +7,10 @@ import pytest
 
 from realhf.api.experiment import AutoSettings
 from realhf.base.errors import UserError
-from realhf.cli import parser, profile_nodes
-from realhf.cli.profile_nodes import described, size_of, slurm_options, with_links
+from realhf.cli import parser
+from realhf.cli.profile_nodes import described, node_options, size_of, with_links
+from realhf.launch.slurm import launcher as slurm_launcher
+from realhf.launch.slurm.launcher import SlurmLauncher
 from realhf.launch.slurm.offer import Nodes, Offer
 from realhf.profiling.measure import ProfileRequest
 
@@ -25,7 +27,7 @@ NOTHING = AutoSettings(batch_size=8)
 
 @pytest.fixture(autouse=True)
 def _offer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_nodes, "ask", lambda: OFFER)
+    monkeypatch.setattr(slurm_launcher, "ask", lambda: OFFER)
 
 
 def parsed(*words: str) -> Namespace:
@@ -34,7 +36,7 @@ def parsed(*words: str) -> Namespace:
 
 def size(*words: str, **settings: Any) -> tuple[int, int]:
     arguments = parsed(*words)
-    return size_of(arguments, slurm_options(arguments), AutoSettings(batch_size=8, **settings))
+    return size_of(arguments, SlurmLauncher(node_options(arguments)), AutoSettings(batch_size=8, **settings))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +59,11 @@ def test_the_size_of_the_job(words: tuple[str, ...], settings: dict[str, Any], e
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--partition", "mixed"), "SLURM does not tell one number of GPUs for all nodes; give --gpus-per-node"),
-        (("--cpu-only",), "SLURM does not tell how many workers a node is to have; give --gpus-per-node"),
+        (
+            ("--partition", "mixed"),
+            "slurm does not tell one number of GPUs for all nodes; give --gpus-per-node",
+        ),
+        (("--cpu-only",), "--launcher slurm does not tell how many workers a node is to have; give --gpus-per-node"),
         (("--nodes", "0"), "--nodes 0 is not from 1"),
         (("--nodes", "1", "--only", "links,network"), "and --nodes is 1; give --nodes 2"),
         (("--num-workers", "4"), "--num-workers 4 is for this machine; with --launcher slurm give --nodes and"),
@@ -81,10 +86,9 @@ def test_links_are_measured_where_there_are_any() -> None:
 
 def test_the_nodes_are_described_as_a_run_plans_them() -> None:
     """GPUs without a name are described by the nodes."""
-    cpu, gpu = slurm_options(parsed("--cpu-only")), slurm_options(parsed())
-    of_cpu, of_name = described(None, cpu, 2, 4), described("a100-80g", gpu, 2, 8)
+    of_cpu, of_name = described(None, True, 2, 4), described("a100-80g", False, 2, 8)
     assert of_cpu is not None
     assert (of_cpu.name, of_cpu.threads) == ("cpu", 1)
     assert of_name is not None
     assert of_name.name == "a100-80g"
-    assert described(None, gpu, 2, 8) is None
+    assert described(None, False, 2, 8) is None

@@ -45,7 +45,6 @@ def test_the_directory_of_another_experiment(directory: RunDirectory, capsys: py
 def began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run whose processes have made one step, and a checkpoint that is good; no process is started."""
     monkeypatch.setattr("realhf.lifecycle.controller.Controller.carry_out", lambda _: None)
-    monkeypatch.setattr("realhf.cli.run.print_summary", lambda *_: None)
     state = RunState(step=1, seed=0, samples=128, num_workers=1, plan_sha256="", optimizer_steps={}, models={"sft": ""})
     monkeypatch.setattr(resume, "newest_good", lambda _: Choice(state=state, damaged={}))
     monkeypatch.setattr(resume, "read_index", lambda _: None)

@@ -84,7 +84,7 @@ def test_one_from_elsewhere_is_a_module_or_a_file(folder: Path) -> None:
         ("good_launcher:Lacking", r"Lacking in .*good_launcher.py has no poll, stop; see realhf.launch.launcher"),
         (
             "good_launcher:Foreign",
-            r"Foreign in .* has no check, preview, start, poll, stop, status, job_id, adopt, leave, is_waiting, ",
+            r"Foreign in .* has no check, preview, start, start_array, poll, stop, status, job_id, adopt, leave, ",
         ),
         ("good_launcher:Other", r": Other in .*good_launcher.py has no options_type that is a dataclass; see realhf"),
         ("good_launcher:Bare", r": Bare in .*good_launcher.py has no check; see realhf"),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from realhf.cli import parser
-from realhf.cli.run import run_request
+from realhf.cli.request import run_request
 from realhf.lifecycle.request import RunRequest
 
 

@@ -3,7 +3,10 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +14,17 @@ from realhf.base.errors import RunError, UserError
 from realhf.cli.in_job import main, plan_here
 from realhf.data.inputs import check_inputs
 from realhf.dataflow.plan import load_plan
+from realhf.launch.launcher import Exit, Launcher
+from realhf.launch.process import Job
+from realhf.lifecycle.controller import Listener
 from realhf.lifecycle.new import new_run
-from realhf.lifecycle.queued import QueuedRun, plans_in_job, queued_run
+from realhf.lifecycle.queued import QueuedRun, queued_run
 from realhf.lifecycle.request import RunRequest
+from realhf.lifecycle.unplanned import note_unplanned, plans_in_job
 from realhf.planning.here import hardware_here
 from realhf.planning.model.descriptions import leave_description
 from realhf.rundir.ending import EndRequest, request_end
+from realhf.rundir.events import read_events
 from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import load_run
@@ -155,3 +163,69 @@ def test_a_size_that_is_not_known_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing here tells the devices of the job's nodes: give --gpus-per-node"):
         left(request_of(*words))
     assert not (tmp_path / "run").exists()
+
+
+class Watched(Launcher):
+    """A queue whose job does `acts` at the second look, and whose processes end so at the fourth."""
+
+    is_remote = queues = True
+    acts: Callable[[RunDirectory], Any]
+    returncode = 0
+
+    def __init__(self, options: Any) -> None:
+        self.looks = 0
+
+    def adopt(self, job: Job, job_id: str) -> None:
+        self.job, self.id = job, job_id
+
+    def job_id(self) -> str:
+        return self.id
+
+    def poll(self) -> list[Exit]:
+        self.looks += 1
+        if self.looks == 2:
+            type(self).acts(self.job.directory)
+        ends = self.looks == 4
+        return [Exit(name=one.name, returncode=self.returncode) for one in self.job.processes] if ends else []
+
+    def stop(self, *, grace_s: float = 5.0) -> None: ...
+
+
+class Told(Listener):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def starting(self, run: Any, directory: RunDirectory, reason: str | None) -> None:
+        self.said.append(f"starting {run.spec.num_workers} workers")
+
+
+def watched(tmp_path: Path, acts: Callable[[RunDirectory], Any], code: int = 0) -> tuple[QueuedRun, Told]:
+    launcher = type("Watched", (Watched,), {"acts": acts, "returncode": code})
+    queued = left(asked(tmp_path, "--cpu-only"))
+    queued = QueuedRun(replace(queued.request, launcher=launcher), queued.directory, "17")
+    told = Told()
+    queued.carry_out(told)
+    return queued, told
+
+
+def test_a_job_is_watched_from_the_queue_to_the_end_of_the_run_that_it_plans(tmp_path: Path) -> None:
+    queued, told = watched(tmp_path, plan_here)
+    assert [text for text in told.said if "starting" in text] == ["starting 4 workers"]
+    assert told.said[0].startswith("planned for 2 x 2 cpu")
+    assert [event.event for event in read_events(queued.directory.events)] == ["started", "ended"]
+    assert (queued.directory.path / "report.html").exists()
+
+
+def test_why_a_run_was_not_planned(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the data is gone"):
+        watched(tmp_path, lambda directory: note_unplanned(directory, "the data is gone", 2), code=1)
+    assert not (tmp_path / "run").exists(), "the corrected command may name the same directory"
+    with pytest.raises(RunError, match="it broke") as raised:
+        watched(tmp_path, lambda directory: note_unplanned(directory, "it broke", 17), code=1)
+    assert raised.value.returncode == 17
+    status = known_status(RunDirectory(tmp_path / "run").status)
+    assert status is not None
+    assert (status.state, status.message, status.steps, status.returncode) == ("failed", "it broke", 2, 17)

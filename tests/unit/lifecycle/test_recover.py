@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base import files
 from realhf.base.errors import RunError, UserError
 from realhf.data import sort_task
@@ -22,7 +23,7 @@ from realhf.launch import supervisor
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job, ProcessSpec
 from realhf.lifecycle import shrink
-from realhf.lifecycle.controller import Controller, Listener, gone_on, last_step
+from realhf.lifecycle.controller import Controller, Listener, continued, last_step
 from realhf.lifecycle.request import RecoveryRequest, RunRequest
 from realhf.rundir.events import Event, note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
@@ -43,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     )
     return Run(
         spec,
-        SimpleNamespace(steps=9, **{SETTINGS_ATTRIBUTE: AutoSettings(batch_size=1)}),
+        ResolvedExperiment(SimpleNamespace(steps=9, **{SETTINGS_ATTRIBUTE: AutoSettings(batch_size=1)})),
         ExecutionPlan(num_devices=2, calls={}),
     )
 
@@ -255,7 +256,7 @@ def test_a_run_whose_data_has_changed_is_not_restarted(
     sort_task.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    run.experiment.dataset = PromptDataset(path=str(rows), tokenizer=str(tmp_path))
+    run.experiment.source.dataset = PromptDataset(path=str(rows), tokenizer=str(tmp_path))
     monkeypatch.setattr(Run, "graph", SimpleNamespace(calls={}, models={}))
     monkeypatch.setattr(Run, "models", {})
     keep_inputs(run, directory)
@@ -267,7 +268,7 @@ def test_a_run_whose_data_has_changed_is_not_restarted(
     with pytest.raises(RunError, match=match):
         carry_out(run, directory, [1], max_restarts=3)
     with pytest.raises(UserError, match=r"the data set of the run .*rows\.jsonl has other content"):
-        gone_on(run, run, directory)  # as where SLURM starts the job once more
+        continued(run, run, directory)  # as where SLURM starts the job once more
 
 
 def test_restarts_are_counted(run: Run, directory: RunDirectory) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, plan_digest
 from realhf.lifecycle import replanner as module
@@ -165,7 +166,7 @@ def test_a_change_needs_checkpoints() -> None:
 
 
 def test_factors_hold_for_every_option_of_a_call() -> None:
-    experiment = load_experiment_class("experiments/ppo.py")()
+    experiment = ResolvedExperiment(load_experiment_class("experiments/ppo.py")())
     cluster = cpu_cluster(4, memory=2**33)
     plain, scaled = (
         task_of(experiment, cluster, measured=Measured(call_factors=f)) for f in ({}, {"critic_train_step": 3.0})

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan, ExecutionPlan, OrderEntry
 from realhf.dataflow.rationale import Worth
@@ -84,30 +83,27 @@ def test_a_plan_with_copies_in_the_better_of_two_orders(monkeypatch: pytest.Monk
         ((2.0, True), (1.0, True), 1.0), ((2.0, True), (3.0, True), 2.0), ((2.0, True), (1.0, False), 2.0),
         ((2.0, False), (1.0, False), None), ((2.0, True), None, 2.0),
     ]  # fmt: skip
-    checked: list[Any] = []
-    monkeypatch.setattr(copies, "check_plan", lambda plan, graph, batch_size: checked.append((plan.copies, batch_size)))
+    monkeypatch.setattr(copies, "problem_of_copies", lambda plan, graph: "" if plan.copies == {"b": "a"} else "wrong")
     for best, own, expected in cases:
 
         def in_best(task: Any, plan: Any, best: Any = best) -> Prediction:
             assert (task.max_steps_in_flight, plan.copies, plan.order) == (3, {"b": "a"}, ())
             return predicted(best[0], plan, fits=best[1])
 
+        def order_problem(plan: Any, graph: Any, own: Any = own) -> str:
+            assert (plan.order, graph) == (ORDER, TASK.graph)
+            return "" if own else "the source of the next step comes before the last taker"
+
         def in_own(task: Any, plan: Any, own: Any = own) -> Prediction:
-            if own is None:
-                raise UserError("the source of the next step comes before the last taker")
             assert (task.max_steps_in_flight, plan.copies, plan.order) == (3, {"b": "a"}, ORDER)
             return predicted(own[0], plan, fits=own[1])
 
         monkeypatch.setattr(copies, "predict_in_best_order", in_best)
         monkeypatch.setattr(copies, "predict", in_own)
+        monkeypatch.setattr(copies, "problem_of_order", order_problem)
         found = copies._predicted(TASK, known, {"b": "a"})
         assert (found and found.step_s) == expected
-    assert checked == [({"b": "a"}, 16)] * len(cases)
-
-    def refuse(*_: Any) -> None:
-        raise UserError("cannot run")
-
-    monkeypatch.setattr(copies, "check_plan", refuse)
+    monkeypatch.setattr(copies, "problem_of_copies", lambda *_: "cannot run")
     assert copies._predicted(TASK, known, {"b": "a"}) is None
 
 

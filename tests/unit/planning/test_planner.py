@@ -13,10 +13,10 @@ from msgspec import structs
 from experiments.ppo import PPOExperiment
 from realhf.api.backends import NATIVE
 from realhf.api.experiment import KeyLengths, ModelSetup
-from realhf.api.staleness import graph_of
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.planning import planner
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.workload import Workload
@@ -29,7 +29,7 @@ from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings
 from tests.unit.planning.graphs import task_of as task_of_graph
 
 TASK = task_of_graph(ppo(), **settings(ppo(), cpu_cluster(2)))
-EXPERIMENT = PPOExperiment(batch_size=8, evaluate=False)
+EXPERIMENT = ResolvedExperiment(PPOExperiment(batch_size=8, evaluate=False))
 PLAN = ExecutionPlan(num_devices=3, calls={"actor_generate": CallPlan(devices=(0, 1))}, staleness=2)
 MEASURED = Measured(profiles=Path("nowhere"), call_factors={"actor_generate": 2.0}, ignores_runs=True)
 
@@ -51,7 +51,8 @@ def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.
         given, offload=("ref",), saves=True, measured=MEASURED, staleness=None if given else 1,
         budget=SearchBudget(evaluations=5),
     )  # fmt: skip
-    experiment, cluster = object(), object()
+    experiment: Any = object()
+    cluster = object()
 
     def cluster_of(devices: Any, num_devices: int | None) -> Any:
         assert devices is request.devices
@@ -66,13 +67,14 @@ def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.
         return TASK
 
     def search(*words: Any) -> str:
-        assert words == (experiment, TASK, request.budget, unwatched)
+        assert words == (TASK, request.budget, unwatched)
         return "searched"
 
     found = SimpleNamespace(plan="plan", task="task")
     checked: list[Any] = []
     monkeypatch.setattr(planner, "cluster_of", cluster_of)
     monkeypatch.setattr(planner, "task_of", task)
+    monkeypatch.setattr(planner, "given_plan", lambda *words: given if words == (experiment, TASK, request) else 0)
     monkeypatch.setattr(planner, "search_for", search)
     monkeypatch.setattr(planner, "describe", lambda *words: found if words == (TASK, given or "searched") else None)
     monkeypatch.setattr(planner, "check_cache_room", lambda *words: checked.append(words))
@@ -82,19 +84,25 @@ def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.
 
 
 def test_a_plan_by_its_rule_or_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read from a file is checked."""
+
     def rule(name: str, task: Any) -> Any:
         assert (name, task) == ("split", TASK)
         return SimpleNamespace(plan="by rule")
 
+    checked: list[Any] = []
     monkeypatch.setattr(planner, "rule_plan", rule)
-    assert given_plan(TASK, request_of(rule="split")) == "by rule"
-    assert given_plan(TASK, request_of(PLAN)) is PLAN
-    assert given_plan(TASK, request_of()) is None
+    monkeypatch.setattr(planner, "check_given", lambda *words: checked.append(words))
+    assert given_plan(EXPERIMENT, TASK, request_of(rule="split")) == "by rule"
+    assert given_plan(EXPERIMENT, TASK, request_of()) is None
+    assert not checked
+    assert given_plan(EXPERIMENT, TASK, request_of(PLAN)) is PLAN
+    assert checked == [(PLAN, EXPERIMENT, TASK.graph, TASK.batch_size, 2)]
 
 
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What tasks are made of, and which computations are checked."""
+    """What tasks are made of."""
     asked: list[Any] = []
 
     def task(*words: Any, **more: Any) -> str:
@@ -102,7 +110,6 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return f"task {len(asked)}"
 
     monkeypatch.setattr(planner, "task_of", task)
-    monkeypatch.setattr(planner, "check_computations", lambda experiment, plan: asked.append((experiment, plan)))
 
     def clusters(devices: DevicesRequest, names: str | None, num_devices: int | None) -> dict[str, str]:
         return {name: f"{name} {devices.nodes} {num_devices}" for name in (names or "one").split(",")}
@@ -112,24 +119,24 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_tasks_of_clusters(cases: list[Any]) -> None:
-    experiment = SimpleNamespace(rpcs=list(ppo().calls.values()))
+    experiment = ResolvedExperiment(SimpleNamespace(rpcs=list(ppo().calls.values())))
     request = request_of(PLAN, offload=("ref",), measured=MEASURED, devices=DevicesRequest(nodes=2))
     found = tasks_of(experiment, request, WhatIfRequest(clusters="a,b", stalenesses="1"))
-    assert found == {"a": "task 2", "b": "task 3"}
+    assert found == {"a": "task 1", "b": "task 2"}
     words = {"what_if": WhatIf(staleness=1), "offload": ("ref",), "measured": MEASURED, "stalenesses": (2,)}
-    assert cases == [(experiment, PLAN), (experiment, "a 2 3", words), (experiment, "b 2 3", words)]
+    assert cases == [(experiment, "a 2 3", words), (experiment, "b 2 3", words)]
 
 
 def test_tasks_of_stalenesses(cases: list[Any]) -> None:
-    experiment = SimpleNamespace(rpcs=list(ppo().calls.values()))
+    experiment = ResolvedExperiment(SimpleNamespace(rpcs=list(ppo().calls.values())))
     found = tasks_of(experiment, request_of(), WhatIfRequest(stalenesses="1,0"))
-    assert found == {"staleness 0": "task 2", "staleness 1": "task 3"}
-    assert [each[-1]["what_if"].staleness for each in cases[1:]] == [0, 1]
-    assert cases[1][1] == "one 1 None"
+    assert found == {"staleness 0": "task 1", "staleness 1": "task 2"}
+    assert [each[-1]["what_if"].staleness for each in cases] == [0, 1]
+    assert cases[0][1] == "one 1 None"
 
 
 def test_what_is_not_compared_at_once(cases: list[Any]) -> None:
-    experiment = SimpleNamespace(rpcs=list(ppo().calls.values()))
+    experiment = ResolvedExperiment(SimpleNamespace(rpcs=list(ppo().calls.values())))
     with pytest.raises(UserError, match="several clusters or values of --staleness are compared by themselves"):
         tasks_of(experiment, request_of(), WhatIfRequest(clusters="a,b", stalenesses="0,1"))
     with pytest.raises(UserError, match="--staleness 1 and --staleness-up-to 2: the one is a what-if"):
@@ -170,6 +177,7 @@ def test_the_task_of_an_experiment(costs: list[Any]) -> None:
     assert (task.offload, task.may_offload, task.cluster) == (("reward",), False, cluster)
     assert task.costs == replace(TASK.costs, call_factors={"actor_generate": 2.0})
     assert (task.staleness, task.more_stale, task.mixed) == (0, (), frozenset(models))
+    assert (task.seed, task.evaluations) == (EXPERIMENT.seed, EXPERIMENT.settings.search_evaluations)
     assert set(task.open_choices) == set(models)
     assert "recomputation" in task.open_choices["actor"]
     assert (task.workload.prompt_tokens, task.workload.new_tokens) == (EXPERIMENT.dataset.lengths()["prompt"].mean, 9)
@@ -205,18 +213,12 @@ def test_the_task_of_what_would_be(costs: list[Any], tmp_path: Path) -> None:
 def test_keys_and_lengths_are_of_the_data_set_or_those_that_a_request_needs(
     what_if: WhatIf, keys: tuple[str, ...], tokens: float, costs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
-
-    def graph(experiment: Any, staleness: int, *, calls: Any, keys: Any) -> Any:
-        asked.append((experiment, staleness, keys))
-        return graph_of(experiment, staleness, calls=calls, keys=keys)
-
     lengths = {"prompt": KeyLengths.constant(6), "label": KeyLengths.constant(1)}
     dataset = SimpleNamespace(keys=("prompt", "label"), lengths=lambda: lengths)
     monkeypatch.setattr(PPOExperiment, "dataset", dataset)
-    monkeypatch.setattr(planner, "graph_of", graph)
-    assert task_of(EXPERIMENT, cpu_cluster(2), what_if=what_if).workload.prompt_tokens == tokens
-    assert asked == [(EXPERIMENT, 0, keys)]
+    task = task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2), what_if=what_if)
+    assert task.workload.prompt_tokens == tokens
+    assert task.graph.dataset_keys == keys
 
 
 def test_larger_models_have_the_settings_of_published_measurements(costs: list[Any]) -> None:
@@ -238,11 +240,10 @@ def test_the_staleness_of_a_task_may_be_open(costs: list[Any]) -> None:
 
 
 def test_only_models_of_this_engine_have_modes_by_operator(costs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = planner.setups_of(EXPERIMENT, 0)
-    setups = whole | {"critic": replace(whole["critic"], backend="megatron")}
-    monkeypatch.setattr(planner, "setups_of", lambda experiment, staleness: setups)
+    setups = EXPERIMENT.setups | {"critic": replace(EXPERIMENT.setups["critic"], backend="megatron")}
+    monkeypatch.setattr(PPOExperiment, "models", setups)
     assert (setups["actor"].backend, NATIVE) == ("native", "native")
-    assert task_of(EXPERIMENT, cpu_cluster(2)).mixed == {"actor", "reward", "reference"}
+    assert task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2)).mixed == {"actor", "reward", "reference"}
 
 
 def test_what_a_task_cannot_be(costs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,10 +261,10 @@ def test_what_a_task_cannot_be(costs: list[Any], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(planner, "check_devices", lambda pools, devices: asked.append((list(pools), devices)))
     task_of(EXPERIMENT, cpu_cluster(2, num_nodes=2))
     assert asked == [([], 4)]
-    setups = {"a": ModelSetup(dtype="float32"), "b": ModelSetup(dtype="bfloat16")}
-    monkeypatch.setattr(planner, "models_of", lambda experiment: setups)
+    setups = EXPERIMENT.setups | {"reward": ModelSetup(dtype="bfloat16")}
+    monkeypatch.setattr(PPOExperiment, "models", setups)
     with pytest.raises(UserError, match=r"several dtypes \(bfloat16, float32\); give all of them one"):
-        task_of(EXPERIMENT, cpu_cluster(2))
+        task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2))
 
 
 @pytest.mark.parametrize(
@@ -277,32 +278,10 @@ def test_generation_that_runs_ahead_needs_as_many_steps_more(
     assert planner._steps_in_flight(graph, most, WhatIf(staleness=staleness)) == steps
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_computations_of_a_given_plan_are_those_that_setups_allow(
-    staleness: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the calls that train, and of those of models that nobody trains, which are in the plan."""
-    asked: list[Any] = []
-    monkeypatch.setattr(planner, "computation_of", lambda *words: asked.append(words))
-    computes = {"actor_train_step": CallCompute(recomputation="full"), "reward_inference": CallCompute()}
-    calls = {name: CallPlan(devices=(0, 1), compute=compute) for name, compute in computes.items()}
-    calls["actor_generate"] = calls["critic_inference"] = CallPlan(devices=(0, 1))
-    setups = planner.setups_of(EXPERIMENT, staleness)
-    planner.check_computations(EXPERIMENT, structs.replace(PLAN, calls=calls, staleness=staleness))
-    expected = [(name.split("_")[0], name) for name in ("reward_inference", "actor_train_step")]
-    if staleness:  # a copy that follows the actor generates
-        expected.insert(0, ("actor_rollout", "actor_generate"))
-    assert asked == [(model, setups[model], calls[name].compute) for model, name in expected]
-    planner.check_computations(EXPERIMENT, None)
-    assert len(asked) == len(expected)
-
-
 # --- a search
 
 
-def settings_of(monkeypatch: pytest.MonkeyPatch, evaluations: int | None = 70) -> Any:
-    monkeypatch.setattr(planner, "auto_settings", lambda experiment: SimpleNamespace(search_evaluations=evaluations))
-    return SimpleNamespace(seed=9)
+OPEN = replace(TASK, seed=9, evaluations=70)
 
 
 @pytest.mark.parametrize(
@@ -313,13 +292,16 @@ def test_a_search_has_the_budget_of_the_experiment_where_no_other_is_given(
     budget: SearchBudget | None, evaluations: int, seconds: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    experiment = settings_of(monkeypatch)
+    checked: list[Any] = []
+    best = SimpleNamespace(plan=SimpleNamespace(staleness=0))
     monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: 4.0))
     monkeypatch.setattr(planner, "search_plan", lambda *words: asked.append(words) or "result")
-    monkeypatch.setattr(planner, "_least_stale", list)
-    assert search_for(experiment, TASK, budget) == ["result"]
+    monkeypatch.setattr(planner, "_least_stale", lambda results: best if results == ["result"] else None)
+    monkeypatch.setattr(planner, "check_plan", lambda *words: checked.append(words))
+    assert search_for(OPEN, budget) is best
     share = SearchBudget(evaluations=evaluations, seconds=seconds)
-    assert asked == [(TASK.varied(), share, 9, unwatched)]
+    assert asked == [(OPEN.varied(), share, 9, unwatched)]
+    assert checked == [(best.plan, OPEN.graph, OPEN.batch_size)], "what was found is checked once"
 
 
 def failing(
@@ -332,13 +314,12 @@ def failing(
     def search(*_: Any) -> Any:
         raise next(left)
 
-    experiment = settings_of(monkeypatch)
     task = replace(TASK, more_stale=(replace(TASK, staleness=1),) * (len(errors) - 1))
     monkeypatch.setattr(planner, "search_plan", search)
     monkeypatch.setattr(planner, "smallest_peak_bytes", lambda of: smallest if of is task else 0)
     monkeypatch.setattr(planner, "find_remedies", lambda of: "remedies" if of is task else "")
     with pytest.raises(UserError) as error:
-        search_for(experiment, task, None, lambda *words: said.append(words))
+        search_for(task, None, lambda *words: said.append(words))
     return str(error.value), said
 
 
@@ -359,7 +340,6 @@ def test_where_memory_is_not_what_was_wrong_the_first_error_is_told(
 
 
 def test_one_staleness_that_has_a_plan_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = settings_of(monkeypatch)
     stale = replace(TASK, staleness=1)
 
     def search(task: PlanningTask, *_: Any) -> Any:
@@ -367,9 +347,11 @@ def test_one_staleness_that_has_a_plan_is_enough(monkeypatch: pytest.MonkeyPatch
             raise UserError("none")
         return task
 
+    best = SimpleNamespace(plan=SimpleNamespace(staleness=1))
     monkeypatch.setattr(planner, "search_plan", search)
-    monkeypatch.setattr(planner, "_least_stale", list)
-    assert search_for(experiment, replace(TASK, more_stale=(stale,))) == [stale]
+    monkeypatch.setattr(planner, "_least_stale", lambda results: best if results == [stale] else None)
+    monkeypatch.setattr(planner, "check_plan", lambda *words: None)
+    assert search_for(replace(TASK, more_stale=(stale,))) is best
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.ppo import PPOExperiment
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning import planner
@@ -33,13 +34,15 @@ SHORT = PPOExperiment(batch_size=128, evaluate=False)
 def open_task(
     experiment: PPOExperiment, stalenesses: tuple[int, ...] = (0, 1, 2, 3), cluster: Cluster | None = None
 ) -> PlanningTask:
-    return task_of(experiment, cluster or cpu_cluster(2), measured=UNMEASURED, stalenesses=stalenesses)
+    return task_of(
+        ResolvedExperiment(experiment), cluster or cpu_cluster(2), measured=UNMEASURED, stalenesses=stalenesses
+    )
 
 
 @pytest.fixture(scope="module")
 def chosen() -> tuple[PlanningTask, ExecutionPlan]:
     task = open_task(SLOW_DECODING)
-    return task, explain(describe(task, search_for(SLOW_DECODING, task, BUDGET)))
+    return task, explain(describe(task, search_for(task, BUDGET)))
 
 
 def test_the_least_staleness_of_the_shortest_step(chosen: tuple[PlanningTask, ExecutionPlan]) -> None:
@@ -99,7 +102,7 @@ def test_the_rationale_says_what_it_is_worth(chosen: tuple[PlanningTask, Executi
 
 @pytest.mark.slow
 def test_rollouts_stay_fresh_where_older_weights_gain_nothing() -> None:
-    result = search_for(SHORT, open_task(SHORT), BUDGET)
+    result = search_for(open_task(SHORT), BUDGET)
     assert result.plan.staleness == 0
     assert result.fresher == {}
     assert "actor_rollout" not in result.plan.models
@@ -116,9 +119,10 @@ def test_all_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         return result_of(task.staleness, 1.0)
 
     monkeypatch.setattr(planner, "search_plan", quick)
+    monkeypatch.setattr(planner, "check_plan", lambda *_: None)
     monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: now_s))
     task = open_task(SLOW_DECODING)
-    search_for(SLOW_DECODING, task, SearchBudget(seconds=400, evaluations=9001))
+    search_for(task, SearchBudget(seconds=400, evaluations=9001))
     assert [budget.seconds for budget in budgets] == [400 / 4, 390 / 3, 380 / 2, 370 / 1]
     assert {budget.evaluations for budget in budgets} == {9001 // 4}
     assert len(task.more_stale) == 3
@@ -126,10 +130,10 @@ def test_all_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rollouts_stay_fresh_where_memory_has_no_room_for_a_copy() -> None:
     cluster = cpu_cluster(2, memory=58_500_000)  # the smallest plans found have 57 and 60 million bytes
-    found = search_for(SLOW_DECODING, open_task(SLOW_DECODING, (0, 1), cluster), BUDGET)
+    found = search_for(open_task(SLOW_DECODING, (0, 1), cluster), BUDGET)
     assert found.plan.staleness == 0
     with pytest.raises(UserError, match="no plan fits into memory"):
-        search_for(SLOW_DECODING, open_task(SLOW_DECODING, (1,), cluster), BUDGET)
+        search_for(open_task(SLOW_DECODING, (1,), cluster), BUDGET)
 
 
 def test_requests() -> None:

@@ -15,7 +15,7 @@ from realhf.base import files
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
 from realhf.cli.status import process_table, summary
-from realhf.lifecycle.controller import gone_on, note_start
+from realhf.lifecycle.controller import continued, note_start
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.resume import resumed_run
 from realhf.report import html, page
@@ -169,4 +169,4 @@ def test_a_run_goes_on_or_says_why_not(
         with contextlib.suppress(UserError):
             resumed_run(request, copy)
         with contextlib.suppress(RunError):
-            assert gone_on(run, run, copy, how).spec.resume_step in (2, 4)
+            assert continued(run, run, copy, how).spec.resume_step in (2, 4)

@@ -29,9 +29,8 @@ def start(directory: RunDirectory) -> str:
         num_workers=1,
         devices_per_node=1,
     )
-    experiment: Any = SimpleNamespace(steps=4)
+    experiment: Any = SimpleNamespace(steps=4, settings=SimpleNamespace(nodelist=None))
     run = Run(spec, experiment, ExecutionPlan(num_devices=1, calls={}))
-    object.__setattr__(run, "settings", SimpleNamespace(nodelist=None))
     prepare(run, directory)
     started = job_of(run, directory, is_remote=True)
     assert {process.env[START_VARIABLE] for process in started.processes} == {started.start_id}

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.compute import Computation
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import load_plan
@@ -28,7 +29,7 @@ def run_of(**fields: Any) -> Run:
         experiment_file="experiments/ppo.py", experiment_class="PPOExperiment", values={}, working_directory=str(ROOT),
         num_workers=2, devices_per_node=2,
     )  # fmt: skip
-    return Run(spec, experiment, load_plan(ROOT / "tests/plans/computed.json"))
+    return Run(spec, ResolvedExperiment(experiment), load_plan(ROOT / "tests/plans/computed.json"))
 
 
 def test_the_specification_of_a_model_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_the_checkpoint_that_a_model_starts_from_is_read_at_the_start_alone(
     save_model(tmp_path / "first", MODEL, random_state(MODEL), {STEPS_KEY: 7})
     run = run_of(steps=6)
     actor = replace(run.models["actor"], checkpoint=str(tmp_path / "first"), with_optimizer=True)
-    run.__dict__["models"] = {**run.models, "actor": actor}
+    run.experiment.__dict__["setups"] = {**run.models, "actor": actor}
     built: list[ModelSpec] = []
     monkeypatch.setattr(model_worker, "build_model", lambda backend, spec: built.append(spec))
     monkeypatch.setattr(model_worker, "fill", lambda *_: None)

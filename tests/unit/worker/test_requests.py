@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation
+from realhf.api.resolved import ResolvedExperiment
 from realhf.dataflow.graph import GENERATE
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -55,7 +56,7 @@ def run() -> Run:
     files = {"experiment_file": "", "experiment_class": "", "values": {}, "working_directory": ""}
     return Run(
         RunSpec(**files, num_workers=4, devices_per_node=4),  # type: ignore[arg-type]
-        experiment,
+        ResolvedExperiment(experiment),
         ExecutionPlan(num_devices=4, calls=calls, offload=("reward",)),
     )
 

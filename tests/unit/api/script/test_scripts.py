@@ -246,7 +246,7 @@ def test_options_have_the_names_of_the_parameters(data: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match="parameter 'model' has the name of a field"):
         experiment_of(str(script), words)
     script.write_text(script.read_text().replace("model: Policy", "policy: Policy").replace("model.up", "policy.up"))
-    made = experiment_of(str(script), [word.replace("--model", "--policy") for word in words])
+    made = experiment_of(str(script), [word.replace("--model", "--policy") for word in words]).source
     assert (made.examples.data, made.policy.lr, made.policy.compute.recomputation) == ("x.jsonl", 2e-3, "full")
     assert (made.steps, made.batch_size) == (7, 8)
 
@@ -267,7 +267,7 @@ def test_the_options_of_data_reach_the_data_set(data: Path, tmp_path: Path) -> N
     words += ["--prompt-field", "q", "--response-field", "a", "--max-prompt-tokens", "4", "--too-long", "drop"]
     found = experiment_of(str(script), words).dataset
     assert (found.check().rows, found.check().dropped, found.lengths()["tokens"]) == (1, 1, (5.0, 5, 25.0))
-    assert experiment_of(str(script), [*words, "--loss-on", "all"]).rpcs[0].input_data[-1] == "loss_mask"
+    assert experiment_of(str(script), [*words, "--loss-on", "all"]).calls[0].input_data[-1] == "loss_mask"
 
 
 def test_the_text_of_a_script_imports_no_torch(data: Path) -> None:
@@ -275,7 +275,7 @@ def test_the_text_of_a_script_imports_no_torch(data: Path) -> None:
     code = (
         "import sys; from realhf.lifecycle.request import experiment_of; "
         f"made = experiment_of({str(file)!r}, ['--data', 'x', '--tokenizer', {str(data / 'tokenizer.json')!r}]); "
-        "assert len(made.rpcs) == 6; assert 'torch' not in sys.modules"
+        "assert len(made.calls) == 6; assert 'torch' not in sys.modules"
     )
     root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, env={"PYTHONPATH": str(root)}, check=False)

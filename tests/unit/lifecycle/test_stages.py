@@ -3,13 +3,13 @@
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.cli.stages import SweepOptions, chain, members
 from realhf.launch.launcher import NoOptions
 from realhf.launch.slurm.script import SlurmOptions
+from realhf.lifecycle.stages import SweepOptions, chain, members
 
 
 def split(line: str) -> list[str]:
-    return [" ".join(words) for words in chain(line.split(), SlurmOptions)]
+    return [" ".join(words) for words in chain([part.split() for part in line.split("--then")], SlurmOptions)]
 
 
 def test_a_stage_has_its_own_words_and_where_the_first_one_runs() -> None:
@@ -47,7 +47,7 @@ def test_what_says_how_a_run_saves_or_trains_stays_with_its_stage() -> None:
 )
 def test_words_that_are_no_stage(line: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        chain(line.split(), NoOptions)
+        chain([part.split() for part in line.split("--then")], NoOptions)
 
 
 def test_a_sweep_has_a_run_for_each_combination() -> None:

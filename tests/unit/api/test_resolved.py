@@ -6,7 +6,7 @@ import pytest
 
 from experiments.ppo import PPOExperiment
 from realhf.api import Pool
-from realhf.api.staleness import graph_of, setups_of, stale_calls
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow
 
@@ -21,7 +21,8 @@ class Pooled(PPOExperiment):
 
 
 def test_a_copy_generates_under_the_calls_name_by_weights_of_k_steps_before() -> None:
-    graph, setups = graph_of(PPO, 2), setups_of(PPO, 2)
+    stale = ResolvedExperiment(PPO, 2)
+    graph, setups = stale.graph, stale.setups
     assert {name: call.model_name for name, call in graph.calls.items()} == {
         "actor_generate": "actor_rollout",
         "reward_inference": "reward",
@@ -34,14 +35,14 @@ def test_a_copy_generates_under_the_calls_name_by_weights_of_k_steps_before() ->
     assert setups["actor_rollout"] == replace(
         setups["actor"], optimizer=None, follows=Follow("actor", eta=1.0, staleness=2)
     )
-    assert graph_of(PPO).follows == {}
-    assert setups_of(PPO).keys() == setups.keys() - {"actor_rollout"}
-    assert stale_calls(PPO.rpcs, 0) == PPO.rpcs
+    assert ResolvedExperiment(PPO).graph.follows == {}
+    assert ResolvedExperiment(PPO).setups.keys() == setups.keys() - {"actor_rollout"}
+    assert list(ResolvedExperiment(PPO).graph.calls.values()) == PPO.rpcs
 
 
 def test_the_graph_is_that_of_an_experiment_which_asks_for_it() -> None:
     """experiments/ppo.py has a field for it, and a copy of another name."""
-    planned, own = graph_of(PPO, 1), graph_of(replace(PPO, staleness=1))
+    planned, own = ResolvedExperiment(PPO, 1).graph, ResolvedExperiment(replace(PPO, staleness=1)).graph
 
     def edges(graph: object, copy: str) -> set[tuple[str, ...]]:
         return {
@@ -53,7 +54,7 @@ def test_the_graph_is_that_of_an_experiment_which_asks_for_it() -> None:
 
 
 def test_a_copy_stays_in_the_pool_of_its_model() -> None:
-    graph = graph_of(Pooled(batch_size=8), 1)
+    graph = ResolvedExperiment(Pooled(batch_size=8), 1).graph
     assert graph.pools["actor_rollout"] == graph.pools["actor"]
 
 
@@ -61,11 +62,30 @@ def test_what_cannot_be_stale() -> None:
     with pytest.raises(
         UserError, match=r"staleness 1 is for generation by a model that the experiment trains.* copy may"
     ):
-        graph_of(replace(PPO, staleness=1), 1)
+        _ = ResolvedExperiment(replace(PPO, staleness=1), 1).graph
     taken = [
         replace(call, model_name="actor_rollout") if call.name == "reference_inference" else call for call in PPO.rpcs
     ]
     with pytest.raises(UserError, match="staleness 1 makes a model 'actor_rollout', and the experiment has one"):
-        stale_calls(taken, 1)
+        _ = ResolvedExperiment(PPO, 1, (taken, ["prompt"])).graph
     with pytest.raises(UserError, match="staleness 65 is not from 0 to 64"):
-        stale_calls(PPO.rpcs, 65)
+        _ = ResolvedExperiment(PPO, 65).graph
+
+
+def test_each_part_is_asked_for_and_derived_once() -> None:
+    asked: list[str] = []
+
+    class Asked(PPOExperiment):
+        def __getattribute__(self, name: str) -> object:
+            asked.extend([name] * (name in ("rpcs", "models", "dataset", "evaluation")))
+            return super().__getattribute__(name)
+
+    experiment = ResolvedExperiment(Asked(batch_size=8, evaluate=False))
+    for _ in range(2):
+        assert experiment.graph.models.keys() == experiment.setups.keys()
+        assert (experiment.settings.batch_size, experiment.evaluation, experiment.evaluation_graph) == (8, None, None)
+        assert experiment.calls
+        assert experiment.dataset
+        assert experiment.stale(0) is experiment
+        assert experiment.stale(2) is experiment.stale(2)
+    assert sorted(asked) == ["dataset", "evaluation", "models", "rpcs"]

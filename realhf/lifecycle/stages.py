@@ -8,8 +8,6 @@ from typing import Annotated
 
 from realhf.base.errors import UserError
 from realhf.base.options import Common, Option, Options, flags
-from realhf.cli import THEN
-from realhf.launch.slurm.script import SlurmOptions
 from realhf.lifecycle.advice import split_words
 from realhf.lifecycle.request import RecoveryRequest
 
@@ -102,15 +100,9 @@ def members(words: Sequence[str], sweep: SweepOptions) -> dict[str, tuple[str, .
     return found
 
 
-def chain(words: Sequence[str], launcher_options: type) -> list[tuple[str, ...]]:
-    """The command line of each run of a chain. Those behind the first have its options of where and how to launch, as
-    far as they do not give them. `launcher_options`: the launcher's type of options."""
-    parts: list[list[str]] = [[]]
-    for word in words:
-        if word == THEN:
-            parts.append([])
-        else:
-            parts[-1].append(word)
+def chain(parts: Sequence[Sequence[str]], launcher_options: type) -> list[tuple[str, ...]]:
+    """The command line of each run of a chain, from the words between its `--then`. Those behind the first have its
+    options of where and how to launch, unless they give them. `launcher_options`: the launcher's type of options."""
     _, first = split_words(parts[0], _OF_COMMAND)
     inherited, _ = split_words(first, _inherited(launcher_options))
     found = [tuple(first)]
@@ -130,4 +122,4 @@ def chain(words: Sequence[str], launcher_options: type) -> list[tuple[str, ...]]
 def _inherited(launcher_options: type) -> Mapping[str, bool]:
     """The options of where and how to launch; with each, whether it takes a value."""
     own = dict.fromkeys(_WHERE, True)
-    return own | flags(RecoveryRequest) | flags(SlurmOptions) | flags(launcher_options)
+    return own | flags(RecoveryRequest) | flags(launcher_options)

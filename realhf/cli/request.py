@@ -1,0 +1,74 @@
+"""From the words of `realhf run` to what they ask for."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
+from realhf.cli import parser
+from realhf.cli.command import Command
+from realhf.cli.options import add_options, given_in, options_of, plan_request
+from realhf.launch.launcher import LAUNCHERS, Launcher, find_launcher
+from realhf.lifecycle.controller import default_run_directory
+from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
+from realhf.rundir.run import RunSpec, load_experiment_class
+
+
+def run_request(arguments: argparse.Namespace) -> RunRequest:
+    """What the command line asks for. Raises UserError for a number out of its range."""
+    if arguments.detach and arguments.run_dir is None:  # it is named at the end
+        arguments.run_dir = default_run_directory(arguments.experiment)
+    _fill_in(arguments)
+    launcher, launcher_options = _launcher_of(arguments)  # it takes its own options from the overrides
+    return RunRequest(
+        experiment=arguments.experiment,
+        fields=tuple(arguments.overrides),
+        run_dir=arguments.run_dir,
+        plan=plan_request(arguments),
+        launcher=launcher,
+        launcher_options=launcher_options,
+        spec=given_in(RunSpec, arguments),
+        recovery=options_of(RecoveryRequest, arguments),
+        replan=options_of(ReplanRequest, arguments),
+        words=tuple(arguments.words),
+        detached=arguments.detach,
+    )
+
+
+def request_of_words(words: Sequence[str]) -> RunRequest:
+    """What a command line of `realhf run` asked for, given in its working directory."""
+    arguments, others = parser("run").parse_known_args(words[1:])
+    arguments.overrides, arguments.words = others, words
+    return run_request(arguments)
+
+
+def _fill_in(arguments: argparse.Namespace) -> None:
+    """Fills in the launcher, the nodes and their devices from `@auto`, unless the command line gives them. A run that
+    is resumed, or has a plan, has its devices."""
+    settings = AutoSettings(batch_size=1)
+    if Path(arguments.experiment).is_file():
+        settings = getattr(load_experiment_class(arguments.experiment), SETTINGS_ATTRIBUTE)
+    if arguments.launcher is None:
+        arguments.launcher = settings.launcher or "local"
+    given = {word.partition("=")[0] for word in arguments.words}
+    is_elsewhere = settings.launcher not in (None, arguments.launcher)
+    if is_elsewhere or arguments.resume or given & {"--plan", "--num-workers"}:
+        return
+    if settings.nodes is not None and "--nodes" not in given:
+        arguments.nodes = settings.nodes
+    if settings.gpus_per_node is not None and "--gpus-per-node" not in given:
+        arguments.gpus_per_node = settings.gpus_per_node
+
+
+def _launcher_of(arguments: argparse.Namespace) -> tuple[type[Launcher], Any]:
+    """The launcher that a command line names, and its options. Those of one from elsewhere leave
+    `arguments.overrides`. Raises UserError if there is no such launcher, or an option's value is wrong."""
+    launcher = find_launcher(arguments.launcher, Path(arguments.experiment).parent)
+    if arguments.launcher not in LAUNCHERS:
+        own = Command(f"run --launcher {arguments.launcher}", takes_fields=True)
+        add_options(own, launcher.options_type)
+        _, arguments.overrides = own.parse_known_args(arguments.overrides, arguments)
+    for name in LAUNCHERS:  # a wrong value is told whichever launcher it is for
+        options_of(find_launcher(name).options_type, arguments)
+    return launcher, options_of(launcher.options_type, arguments)
