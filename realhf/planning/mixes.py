@@ -9,7 +9,7 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallCompute
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.model.call import CallModel
-from realhf.planning.model.osdp.chooser import memory_limits
+from realhf.planning.model.mode_choice import memory_limits
 from realhf.planning.task import PlanningTask
 
 Way = tuple[ParallelStrategy, int, CallCompute]  # a strategy, in so many micro-batches, computed so

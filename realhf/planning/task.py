@@ -13,7 +13,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
 from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.osdp.chooser import sharded_text
+from realhf.planning.model.mode_choice import sharded_text
 from realhf.planning.model.timings import Costs
 from realhf.planning.model.workload import Workload
 

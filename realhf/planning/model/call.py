@@ -17,7 +17,7 @@ from realhf.planning.model.experience import CallError, RunTimes, expected
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.osdp.chooser import Chooser
+from realhf.planning.model.mode_choice import Chooser
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.seconds import RankSeconds, crossings
 from realhf.planning.model.timings import Timings
@@ -37,7 +37,7 @@ class CallModel:
     versions: of the model's parameters that its home keeps.
     factor: by which a run measured the call to be slower than it is computed here.
     seen: finished runs with calls of this model; error: a call's before that (`Costs.call_error`).
-    shares_devices: other calls may run on the same devices (`realhf.planning.model.osdp.chooser.memory_limits`).
+    shares_devices: other calls may run on the same devices (`realhf.planning.model.mode_choice.memory_limits`).
     """
 
     call: ModelFunctionCallDef

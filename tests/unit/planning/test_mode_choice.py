@@ -15,8 +15,7 @@ from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.operators import slice_modes
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.osdp import chooser as choosing
-from realhf.planning.model.osdp.chooser import (
+from realhf.planning.model.mode_choice import (
     Chooser,
     _Alike,
     _alike,
@@ -29,6 +28,7 @@ from realhf.planning.model.osdp.chooser import (
     memory_limits,
     sharded_text,
 )
+from realhf.planning.model.osdp import chooser as choosing
 from realhf.planning.model.osdp.exchange import Exchange
 from realhf.planning.model.osdp.units import by_stage
 from tests.unit.planning.graphs import TINY, call, work_of

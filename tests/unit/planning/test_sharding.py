@@ -22,7 +22,7 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.osdp.chooser import compact, memory_limits
+from realhf.planning.model.mode_choice import compact, memory_limits
 from realhf.planning.model.sizes import largest_units
 from realhf.planning.model.timings import Costs, Timings
 from realhf.planning.model.workload import Workload

@@ -16,7 +16,7 @@ from realhf.geometry.operators import can_be_cut, operators, slice_modes
 from realhf.geometry.shards import units
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.osdp.chooser import compact
+from realhf.planning.model.mode_choice import compact
 from realhf.planning.model.osdp.exchange import Exchange
 from realhf.planning.model.osdp.units import (
     Piece,

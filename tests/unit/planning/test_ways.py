@@ -19,7 +19,7 @@ from realhf.planning.mixes import has_modes
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.osdp.chooser import sharded_text
+from realhf.planning.model.mode_choice import sharded_text
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import (
     Option,
