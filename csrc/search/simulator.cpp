@@ -185,7 +185,9 @@ std::vector<Event> Simulator::trace(const Plan& plan, const std::vector<std::pai
         last[first_place_[node]] = last[second_place_[node]] = instance;
     }
     run(kInfinity, &trace);
-    if (static_cast<int>(trace.events.size()) < graph_.num_instances) throw std::invalid_argument("the order breaks an edge");
+    if (static_cast<int>(trace.events.size()) < graph_.num_instances) {
+        throw std::invalid_argument("the order breaks an edge");
+    }
     return std::move(trace.events);
 }
 
