@@ -131,7 +131,7 @@ BAD_GROUPS = {
     "of a home elsewhere": (
         trained_with(devices=(0, 2), dp=1, tp=2),
         {"dp": 4, "micro_dp": (2, 1)},
-        "actor_train_step, has there; leave it out",
+        "actor_train_step; leave it out",
     ),
     "that dp does not fill": (
         trained_with(dp=1, tp=4),
