@@ -106,7 +106,7 @@ def task_of(
             a profile cannot be read.
     """
     what_if, measured = (what_if or WhatIf()).with_defaults(), measured or Measured()
-    settings, dataset, tokens = experiment.settings, experiment.dataset, what_if.prompt_tokens
+    settings, tokens = experiment.settings, what_if.prompt_tokens
     experiment = _as_asked(experiment, what_if)
     stale = {staleness: experiment.stale(staleness) for staleness in stalenesses}
     setups = stale[stalenesses[-1]].setups
@@ -126,7 +126,8 @@ def task_of(
         features=what_if.engine(saves=saves),
         of_models={name: what_if.engine(setup, saves=saves) for name, setup in setups.items()},
     )
-    lengths = dataset.lengths() if tokens is None else dict.fromkeys(graph.dataset_keys, KeyLengths.constant(tokens))
+    keys = graph.dataset_keys
+    lengths = experiment.dataset.lengths() if tokens is None else dict.fromkeys(keys, KeyLengths.constant(tokens))
     stalest = PlanningTask(
         graph=graph,
         batch_size=batch_size,
