@@ -63,7 +63,7 @@ def profile_nodes(arguments: argparse.Namespace) -> int:
     launcher.check()
     num_nodes, per_node = size_of(arguments, launcher, settings)
     request = with_links(options_of(ProfileRequest, arguments), num_nodes, per_node)
-    hardware = described(arguments.hardware, arguments.cpu_only, num_nodes, per_node)
+    hardware = described(arguments.hardware, getattr(arguments, "cpu_only", False), num_nodes, per_node)
     targets = targets_of(experiment, hardware.name if hardware else "", request) if request.models else []
     if hardware:
         targets = missing_of(targets, arguments.force, out)
@@ -110,8 +110,9 @@ def profile_nodes(arguments: argparse.Namespace) -> int:
 def node_options(arguments: argparse.Namespace) -> Any:
     """The options of the launcher. Raises UserError for those that are a run's."""
     options = options_of(find_launcher(arguments.launcher).options_type, arguments)
-    if arguments.until_done or arguments.notice_s is not None:
-        name = "--until-done" if arguments.until_done else "--notice-s"
+    until_done = getattr(arguments, "until_done", False)
+    if until_done or getattr(arguments, "notice_s", None) is not None:
+        name = "--until-done" if until_done else "--notice-s"
         raise UserError(
             f"{name} is for a run, which goes on from a checkpoint; a profile is measured anew: leave it out"
         )
@@ -135,10 +136,11 @@ def size_of(arguments: argparse.Namespace, launcher: Launcher, settings: AutoSet
     if NETWORK in only.words and nodes == 1:
         raise UserError(f"--only {NETWORK} measures between two nodes, and --nodes is 1; give --nodes 2")
     per_node = settings.gpus_per_node if arguments.gpus_per_node is None else arguments.gpus_per_node
-    if per_node is None and not arguments.cpu_only:
+    cpu_only = getattr(arguments, "cpu_only", False)
+    if per_node is None and not cpu_only:
         per_node = launcher.node_devices()
     if per_node is None:
-        what = "how many workers a node is to have" if arguments.cpu_only else "one number of GPUs for all nodes"
+        what = "how many workers a node is to have" if cpu_only else "one number of GPUs for all nodes"
         raise UserError(f"--launcher {arguments.launcher} does not tell {what}; give --gpus-per-node")
     for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node), ("devices:", nodes * per_node)):
         check_range(flag, number, *DEVICES)

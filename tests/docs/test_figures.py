@@ -337,6 +337,8 @@ def names_of(module: str) -> set[str] | None:
     for root in (ROOT, ROOT / "benchmarks"):
         base = root / module.replace(".", "/")
         source = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        if base.is_dir() and not source.is_file():  # a folder of modules
+            return {path.stem for path in base.glob("*.py")}
         if source.is_file():
             nodes = list(ast.walk(ast.parse(source.read_text())))
             names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -216,7 +216,7 @@ def test_a_key_with_two_producers(tmp_path: Path) -> None:
 def test_words_that_no_command_knows(tmp_path: Path) -> None:
     done = realhf("runn", "experiments/ppo.py")
     assert done.returncode == 2
-    assert "'run'" in done.stderr
+    assert "did you mean run?" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -13,15 +13,6 @@ PACKAGE = Path(realhf.__file__).parent
 ROOT = PACKAGE.parent
 # Commands, ready experiments and processes are found by the names of their files.
 ENTRY_POINTS = ("cli/", "experiments/", "__main__.py")
-# Studies of the planner, which only benchmarks make.
-STUDIES = {
-    "planning/model/exchange.py": {"OUTSIDE"},
-    "planning/model/fit.py": {
-        "load_tables", "step_residuals", "mean_error", "worst_error", "error_beyond_constants",
-    },
-    "planning/model/operator_modes.py": {"PAPER_MODES", "OsdpPlan.added_s"},
-    "planning/options.py": {"call_options", "all_options"},
-}  # fmt: skip
 
 
 @cache
@@ -115,4 +106,4 @@ def test_public_names_are_used_in_the_package_or_documented() -> None:
                 last = name.rpartition(".")[2]
                 if not last.startswith("_") and last not in documented():
                     found.setdefault(file, set()).add(name)
-    assert found == STUDIES, "move it to the tests or benchmarks that call it, or say in docs/ what users have of it"
+    assert found == {}, "move it to the tests or benchmarks that call it, or say in docs/ what users have of it"

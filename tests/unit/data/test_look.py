@@ -102,7 +102,7 @@ def test_help_says_what_there_is(
     for words in (["--help"], ["-h"], []):
         assert main(words) == 0
         says = capsys.readouterr().out
-        assert says.startswith("Shows what a model will see of a file")
+        assert says.startswith("Shows a file as a model will see it")
         assert says.endswith("For the options: python -m realhf.data.look prompts --help\n")
     with pytest.raises(SystemExit) as ended:
         main([*prompts, "-h"])

@@ -13,6 +13,7 @@ from realhf.architecture.model import DecoderConfig, Experts
 from realhf.dataflow.graph import TRAIN_STEP
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.operators import slice_modes
+from realhf.planning.model import mode_choice as choosing
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.mode_choice import (
@@ -28,7 +29,6 @@ from realhf.planning.model.mode_choice import (
     memory_limits,
     sharded_text,
 )
-from realhf.planning.model.osdp import chooser as choosing
 from realhf.planning.model.osdp.exchange import Exchange
 from realhf.planning.model.osdp.units import by_stage
 from tests.unit.planning.graphs import TINY, call, work_of
