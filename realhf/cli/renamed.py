@@ -7,6 +7,7 @@ from realhf.base.errors import UserError
 # (command, old option) -> what to write now.
 RENAMED: Mapping[tuple[str, str], str] = {
     ("plan", "--osdp"): "realhf osdp MODEL",
+    ("plan", "--dump-version"): "realhf plan EXPERIMENT --dump-problem FILE",
     ("run", "--fields"): "realhf run EXPERIMENT --help-all",
     ("plan", "--fields"): "realhf plan EXPERIMENT --help-all",
     ("profile", "--fields"): "realhf profile EXPERIMENT --help-all",

@@ -191,7 +191,7 @@ def test_the_planner_takes_the_profiles(root):
 def test_what_was_measured_is_kept(experiment, root, capsys, monkeypatch):
     files = sorted((root / "cpu").iterdir())
     before = [(file, file.stat().st_mtime_ns) for file in files]
-    monkeypatch.setattr(LocalLauncher, "start", None)  # no worker is started
+    monkeypatch.setattr(LocalLauncher, "start", lambda *_: pytest.fail("a worker is started"))
     assert main(words(experiment, root)) == 0
     assert [(file, file.stat().st_mtime_ns) for file in sorted((root / "cpu").iterdir())] == before
     assert len(before) == 3
