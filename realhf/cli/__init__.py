@@ -38,7 +38,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     },
 }
 COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in commands.items()}
-THEN = "--then"  # of `realhf run`: what is behind it is another run, which begins when the one before has ended well
+THEN = "--then"  # of `realhf run`: another run follows, which begins after this one has ended well
 WITH_EXPERIMENT = ("run", "plan", "profile")  # options that they do not know are fields of the experiment
 
 
@@ -55,7 +55,7 @@ def parser(name: str) -> Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Its exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted;
-    that of a process of the run which ended by itself with another one."""
+    another number if a process of the run ended by itself with it."""
     try:
         return _asked(list(sys.argv[1:] if argv is None else argv))()
     except (UserError, RunError, KeyboardInterrupt, Stopped) as error:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _asked(words: list[str]) -> Callable[[], int]:
-    """What the words ask for, to be called for the exit code; help is printed here."""
+    """The command that the words ask for: call it for the exit code. Help is printed here."""
     name, *rest = words or [""]
     if name == "--version":
         print(f"realhf {realhf.__version__}")

@@ -22,8 +22,9 @@ from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import load_run
 
 DESCRIPTION = """Shows a run that was started with --detach, or whose terminal is gone, as `realhf run` does, and ends
-with the exit code that it would have. Ctrl-C ends the watching, not the run. Of a SLURM job whose launching process is
-gone it takes that one's place: it ends what a failure leaves, restarts with --recover auto, writes the report."""
+with the exit code that it would have. Ctrl-C ends the watching, not the run. If the launching process of a
+SLURM job is gone, this takes its place: it cleans up after a failure, restarts with --recover auto, and writes the
+report."""
 
 EXAMPLE = """example:
   realhf attach runs/ppo-20260101-120000"""
@@ -52,7 +53,7 @@ def _follow(directory: RunDirectory, progress: Progress) -> None:
     """Returns when the run has ended well. Raises Stopped or RunError where it has not."""
     is_shown = False
     while True:
-        is_carried_out = directory.is_locked(LAUNCHER_LOCK)  # asked first: whoever holds it has the last word
+        is_carried_out = directory.is_locked(LAUNCHER_LOCK)  # read first: the holder of the lock writes the last status
         status = read_run_status(directory, now_s=time.time())
         if not is_carried_out:
             if _adopts(directory, progress):
@@ -107,6 +108,6 @@ def _tell_end(status: RunStatus) -> None:
 
 
 def _is_ended(directory: RunDirectory) -> bool:
-    """Whether whoever carried the run out has noted its end."""
+    """Whether the process that carried the run out has noted its end."""
     events = [event.event for event in read_events(directory.events)]
     return bool(events) and events[-1] in ("ended", "failed", "interrupted", "stopped")

@@ -25,8 +25,8 @@ def how_to_watch(run_dir: Path | None) -> str:
 
 def detached(given: Sequence[str], run_dir: Path | None) -> int:
     """Starts a run of the command line `given` in the background, and returns when the processes of the run in
-    `run_dir` have started, with 0; if it ends before that, with its exit code. What it prints is in that directory, as
-    logs/launcher.log."""
+    `run_dir` have started, with 0; if it ends before that, with its exit code. Its output is logs/launcher.log in
+    that directory."""
     assert run_dir is not None, "a run that is left alone has a directory of its own"
     directory = RunDirectory(run_dir)
     words = [word for word in given if word != "--detach"]

@@ -66,7 +66,7 @@ def line(name: str, finding: Finding) -> Text:
 
 
 def base_checks(runs_dir: Path) -> list[Check]:
-    """What every machine needs that plans or runs."""
+    """Checks of every machine that plans or runs."""
     disk = "give a --run-dir on a disk with POSIX modes and locks: a local one, NFS 4, Lustre with flock"
     gloo = "see that the loopback interface works and torch has gloo"
     reinstall = "install the package again in this environment (`make setup`, or pip install -e .)"
@@ -89,7 +89,7 @@ def base_checks(runs_dir: Path) -> list[Check]:
 
 
 def gpu_checks() -> list[Check]:
-    """What runs on GPUs need besides."""
+    """Further checks for runs on GPUs."""
     nccl = "install a CUDA build of torch with NCCL; NCCL_DEBUG=INFO says more"
     return [
         Check("CUDA", find_cuda, "install the NVIDIA driver and a CUDA build of torch (https://pytorch.org)"),
@@ -126,7 +126,7 @@ def find_searcher() -> str:
 
 
 def find_file_system(runs_dir: Path) -> str | Finding:
-    """What a run directory's files rest on: atomic renames, modes that keep others out, locks between processes."""
+    """The file system of run directories: atomic renames, modes that keep others out, locks between processes."""
     parent = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.is_dir())
     with tempfile.TemporaryDirectory(prefix=".realhf-doctor-", dir=parent) as name:
         folder = Path(name)
@@ -180,7 +180,7 @@ def find_slurm() -> str | Finding:
 
 def find_cores_and_memory() -> str | Finding:
     host = read_host()
-    # What a control group with a limit has used of it is not read.
+    # Memory that others in a control group use is not subtracted.
     available = min(psutil.virtual_memory().available, host.memory_bytes)
     cores = f"{host.cores} cores" + (f" (limit of {host.cores_limit})" if host.cores_limit else "")
     limit = f" (limit of {host.memory_limit})" if host.memory_limit else ""

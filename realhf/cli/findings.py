@@ -1,4 +1,4 @@
-"""What `realhf doctor` checks and finds."""
+"""The checks of `realhf doctor` and their findings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ State = Literal["ok", "info", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. A failure and a warning have a remedy."""
+    """The result of one check. A failure and a warning have a remedy."""
 
     state: State
     detail: str
@@ -23,7 +23,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """`find` returns what is good, or a finding with its own state. Whatever it raises is a failure."""
+    """`find` returns a text if all is well, or a finding with its own state. Any exception is a failure."""
 
     name: str
     find: Callable[[], str | Finding]

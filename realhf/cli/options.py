@@ -43,7 +43,7 @@ def _settings(one: OptionField) -> dict[str, Any]:
 
 
 def default_text(one: OptionField) -> str:
-    """What the help says of an option's default; empty where it has none, or its text names one."""
+    """The default of an option as the help shows it; empty if there is none, or its text names one."""
     default = one.default
     if default in (None, "", (), inspect.Parameter.empty) or default is False or "default" in one.option.documentation:
         return ""
@@ -122,8 +122,8 @@ def _experiment_file(word: str) -> str:
 
 
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:
-    """What the arguments of `add_experiment_arguments` ask of the planner. Raises UserError as `PlanRequest` does, and
-    for two budgets."""
+    """The request to the planner from the arguments of `add_experiment_arguments`. Raises UserError as `PlanRequest`
+    does, and for two budgets."""
     budget = options_of(SearchBudget, arguments)
     if budget.evaluations is not None and budget.seconds is not None:
         raise UserError("--evaluations and --seconds are two budgets of one search; give one of them")

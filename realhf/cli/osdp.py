@@ -75,7 +75,7 @@ def operators_table(plan: OsdpPlan) -> Table:
 
 
 def as_json(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> dict[str, Any]:
-    """What `--json` writes; `slices` has the number of slices in each mode for every operator by name."""
+    """The content of `--json`; `slices` has the number of slices in each mode for every operator by name."""
 
     def totals(some: OsdpPlan) -> dict[str, Any]:
         names = ("batch", "step_s", "communication_s", "samples_per_s", "memory_bytes")

@@ -53,7 +53,7 @@ class Output(Console):
 
 
 def output_beside(path: Path | None) -> Output:
-    """An output that leaves standard output to what is written to `path`, if that is "-"."""
+    """An output to standard error if `path` is "-", since the file takes standard output."""
     return Output(stderr=path == STANDARD_OUTPUT)
 
 
@@ -72,7 +72,7 @@ def table_of(title: str, *columns: str, words: int = 1) -> Table:
 
 
 def number_text(value: Any) -> str:
-    """A number in four digits, a large one in all those before the point; "-" for what is none."""
+    """A number in four digits, a large one in all those before the point; "-" for any other value."""
     if not isinstance(value, int | float):
         return "-"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
@@ -82,7 +82,7 @@ class Phases:
     """A line on stderr for each phase of planning or profiling that has ended, with how long it took; on a terminal a
     status shows the present phase too. stdout keeps only the results.
 
-    Called with a phase that begins or goes on, and what is known of it by now (`realhf.planning.request.Watch`).
+    Called with a phase that begins or goes on, and its progress so far (`realhf.planning.request.Watch`).
     `clock`: seconds that never go back.
     """
 

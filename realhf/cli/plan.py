@@ -131,7 +131,7 @@ def compare_cases(
         results = solve_cases(tasks, partial(search_for, budget=request.budget, watch=watch))
     out.print(case_table(results))
     out.say(*(f"{name}: {found}" for name, found in results.items() if isinstance(found, UserError)))
-    if len({task.cluster for task in tasks.values()}) == 1:  # what differs is the staleness
+    if len({task.cluster for task in tasks.values()}) == 1:  # the cases differ in staleness
         apart = (name for name, found in results.items() if not isinstance(found, UserError) and found.generates_apart)
         first = next(apart, None)
         words = f"from {first} on the" if first else "with none of these the"

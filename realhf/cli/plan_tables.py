@@ -1,4 +1,4 @@
-"""What `realhf plan` prints: the plan, its comparison with others, why not otherwise, cases side by side."""
+"""The output of `realhf plan`: the plan, its comparison with others, why not otherwise, cases side by side."""
 
 from collections.abc import Iterator, Mapping
 
@@ -35,7 +35,7 @@ def plan_table(plan: ExecutionPlan) -> Table:
 
 
 def choice_lines(plan: ExecutionPlan) -> Iterator[str]:
-    """What the plan says beside layouts and micro-batches."""
+    """The plan's decisions other than layouts and micro-batches."""
     computed = [f"{name} ({call.compute})" for name, call in plan.calls.items() if call.compute.chosen]
     if computed:
         yield f"computed with: {', '.join(computed)}"
@@ -116,7 +116,7 @@ def setting_text(task: PlanningTask) -> str:
 
 
 def totals(comparison: Comparison) -> Iterator[str]:
-    """What a step takes in time and memory, what limits it, and the heuristic plan beside it."""
+    """Time and memory of a step, its bottleneck, and the heuristic plan beside it."""
     analysis, costs = comparison.analysis, comparison.task.costs
     source = "measured layer timings" if costs.profiled else "the analytic model (no profile; see `realhf profile`)"
     intervals = comparison.plan.intervals

@@ -148,7 +148,7 @@ def size_of(arguments: argparse.Namespace, launcher: Launcher, settings: AutoSet
 
 
 def with_links(request: ProfileRequest, num_nodes: int, per_node: int) -> ProfileRequest:
-    """The request with what is measured where nothing is named: layers, and the links that there are."""
+    """The request; if it names nothing to measure, with layers and the links that there are."""
     if request.words:
         return request
     words = [*(["links"] if per_node > 1 else []), *([NETWORK] if num_nodes > 1 else []), LAYERS]

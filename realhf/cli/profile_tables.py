@@ -1,4 +1,4 @@
-"""What `realhf profile` prints: profiles that are kept, constants, times of layers."""
+"""The output of `realhf profile`: profiles that are kept, constants, times of layers."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ def missing_of(targets: Sequence[ProfileTarget], force: bool, out: Output) -> li
 
 
 def show(out: Output, hardware: Hardware, request: ProfileRequest, profiles: Sequence[Path]) -> None:
-    """What was measured, and where it lies."""
+    """The measurements, and their files."""
     if request.constants:
         path = constants_path(hardware.name, request.profiles_dir)
         out.print(constants_table(load_constants(path), hardware, request.constants))
@@ -81,7 +81,7 @@ def noise_lines(profile: LayerProfile) -> Iterator[str]:
 
 
 def overhead_lines(profile: LayerProfile) -> Iterator[str]:
-    """What collectives, calls, sampling and the optimizer take."""
+    """Times of collectives, calls, sampling and the optimizer."""
     for timings in profile.collective("all_reduce"):
         sizes, seconds = timings.seconds.sizes, timings.seconds.seconds
         yield (

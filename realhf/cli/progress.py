@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on, and the table at its end."""
+"""The progress that a person sees during a run, and the table at its end."""
 
 import sys
 import time
@@ -43,7 +43,7 @@ class Progress(Listener):
         self._console = Output(stderr=True)
         self._phases: Phases | None = None
         self._bar: Bar | None = None
-        self.directory: RunDirectory | None = None  # of the run that was started
+        self.directory: RunDirectory | None = None  # the started run's
         self._job = ""
         self._last_line_s = 0.0
 

@@ -16,7 +16,7 @@ from realhf.rundir.run import RunSpec, load_experiment_class
 
 
 def run_request(arguments: argparse.Namespace) -> RunRequest:
-    """What the command line asks for. Raises UserError for a number out of its range."""
+    """The request of a command line. Raises UserError for a number out of its range."""
     if arguments.detach and arguments.run_dir is None:  # it is named at the end
         arguments.run_dir = default_run_directory(arguments.experiment)
     _fill_in(arguments)
@@ -37,7 +37,7 @@ def run_request(arguments: argparse.Namespace) -> RunRequest:
 
 
 def request_of_words(words: Sequence[str]) -> RunRequest:
-    """What a command line of `realhf run` asked for, given in its working directory."""
+    """The request of an earlier command line of `realhf run`, from its working directory."""
     arguments, others = parser("run").parse_known_args(words[1:])
     arguments.overrides, arguments.words = others, words
     return run_request(arguments)

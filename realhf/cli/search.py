@@ -83,7 +83,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def as_json(problem: Problem, found: Found, seed: int) -> dict[str, Any]:
-    """What `--json` writes: the best plan found and a bound on all plans.
+    """The content of `--json`: the best plan found and a bound on all plans.
 
     `lower_bound_us` is None if it is proven that no plan fits into memory, which `proven` then stands for.
     """

@@ -24,9 +24,9 @@ from realhf.rundir.paths import RunDirectory, workers_in_words
 from realhf.rundir.samples import Sample, read_samples, title_of
 
 DESCRIPTION = """Says where a run stands: steps, speed, time left, reward and other statistics from the first steps to
-the last, evaluations, what each process is doing, memory, checkpoints and restarts; of a SLURM job its state, why
-it waits, and its nodes. Reads the run directory: works from any machine that sees it, while the run goes on and after
-it."""
+the last, evaluations, what each process is doing, memory, checkpoints and restarts; for a SLURM job also its
+state, why it waits, and its nodes. Reads the run directory: works from any machine that sees it, while the run goes on
+and after it."""
 
 EXAMPLE = """examples:
   realhf status runs/ppo-20260101-120000
@@ -108,7 +108,7 @@ def print_samples(samples: Sequence[Sample], directory: RunDirectory, out: Outpu
 
 
 def summary(status: RunStatus) -> list[str]:
-    """What stands above the table."""
+    """The lines above the table."""
     workers = workers_in_words(status.num_workers) if status.num_workers else ""
     lines = [f"{status.path}: {', '.join(filter(None, (status.state, status.experiment, workers)))}"]
     progress = [f"step {status.step} of {status.steps}"]
@@ -149,7 +149,7 @@ def process_table(status: RunStatus) -> Table:
     table = table_of("", "process")
     if status.memory_limit_bytes:
         table.caption, table.caption_justify = f" limit {status.memory_limit_bytes / MIB:,.0f} MiB", "left"
-    with_activity = status.state != FINISHED  # of processes that have ended well it tells nothing
+    with_activity = status.state != FINISHED  # there is none once all processes have ended well
     if with_activity:
         table.add_column("did last" if status.state in (*ENDED, "lost") else "is doing", overflow="fold")
         table.add_column("since", justify="right")

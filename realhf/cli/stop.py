@@ -63,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 "scancel end it at once"
             )
         time.sleep(POLL_S)
-    for holder in (LAUNCHER_LOCK, MASTER):  # whoever resumes the run next finds nobody in its way
+    for holder in (LAUNCHER_LOCK, MASTER):  # so that the run can be resumed at once
         with directory.lock(holder, wait_s=max(0.0, deadline - time.monotonic())):
             pass
     saved = (
@@ -81,7 +81,7 @@ def _end_waiting_job(directory: RunDirectory, steps: int) -> None:
     state, _ = job_state(launched.job)
     was_waiting = state is not None and state.is_waiting
     if was_waiting:
-        # Of a task of an array SLURM 22.05 would take all that wait.
+        # With --state SLURM 22.05 would cancel all waiting tasks of an array.
         only_waiting = () if "_" in launched.job else ("--state=PENDING",)
         slurm_command("scancel", *only_waiting, launched.job)
         state, _ = job_state(launched.job)

@@ -85,7 +85,7 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
         raise UserError("--resume goes on with a run that was begun: give its directory with --run-dir")
     directory = RunDirectory.open(request.run_dir)
     with directory.lock(LAUNCHER_LOCK):
-        with directory.lock(MASTER):  # of a job that outlived its launcher
+        with directory.lock(MASTER):  # a job may outlive its launcher
             run, choice = resumed_run(request, directory, listener.search)
             launcher, _ = _launcher(run, request, directory)
             fill(run, directory, accepts_inputs=request.recovery.accept_changed_inputs)
@@ -98,7 +98,7 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
 
 
 def preview(run: Run, request: RunRequest) -> str:
-    """What the launcher would start: a batch script, commands. Raises UserError where it cannot start them."""
+    """The text of a dry run: a batch script, commands. Raises UserError where it cannot start them."""
     return _launcher(run, request, run_directory(request))[1]
 
 
@@ -109,7 +109,7 @@ def _launcher(run: Run, request: RunRequest, directory: RunDirectory) -> tuple[L
 
 
 def run_directory(request: RunRequest) -> RunDirectory:
-    """Of a new run: the request's directory, or one that is named after the experiment and the time."""
+    """The directory of a new run: the request's, or one named after the experiment and the time."""
     return RunDirectory((request.run_dir or default_run_directory(request.experiment)).absolute())
 
 
@@ -118,9 +118,9 @@ def default_run_directory(experiment: str) -> Path:
 
 
 class Controller:
-    """Carries out a run whose directory has been made. The directory keeps what is known of the run, but for the number
-    of restarts and the workers to blame. `run`: None while its job has yet to plan it. `adopted`: a job of the launcher
-    that was started already. `leaves`: Ctrl-C leaves the job alone."""
+    """Carries out a run whose directory has been made. The directory holds the state of the run, except for the
+    number of restarts and the workers to blame. `run`: None while its job has yet to plan it. `adopted`: a job of the
+    launcher that was started already. `leaves`: Ctrl-C leaves the job alone."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class Controller:
             raise
 
     def _begin(self, run: Run, held: contextlib.ExitStack, reason: str | None) -> Replanner:
-        """Tells that the processes of a run are about to start; what searches its plan again, to be ended by `held`."""
+        """Tells that the processes of a run are about to start. Returns the search for a better plan; `held` ends it."""
         replanner = Replanner(run, self._directory, self._request.replan, self._listener.say)
         held.enter_context(replanner)
         self._listener.starting(run, self._directory, reason)
@@ -305,7 +305,7 @@ class Controller:
             self._write_report()
 
     def _write_report(self) -> None:
-        """Leaves a report of however much there was of the run; what it lacks must not hide how the run ended."""
+        """Writes a report of the run so far. An error in it must not hide how the run ended."""
         from realhf.report.page import write_report  # plotly takes a while to import
 
         try:
@@ -358,7 +358,7 @@ def note_stopped(directory: RunDirectory, steps: int) -> None:
 
 
 def note_interrupted(directory: RunDirectory, steps: int) -> None:
-    """Notes the end of a run whose job was cancelled while nobody watched it."""
+    """Notes the end of a run whose job was cancelled while no process watched it."""
     step = last_step(directory)
     note(directory.events, "interrupted", step, CANCELLED)
     write_status(directory.status, Status(state="interrupted", step=step, steps=steps, message=CANCELLED))

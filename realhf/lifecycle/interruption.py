@@ -22,7 +22,7 @@ class Interruption:
     """Inside its `with`, SIGINT and SIGTERM raise KeyboardInterrupt, and `check` does once one has come.
 
     Until the first `check` they are only noted: before it processes are started, or a job is submitted, and half of
-    that must not be forgotten. Later, too, the exception alone could get lost, since Python drops what is raised in
+    that must not be forgotten. Later, too, the exception alone could get lost, since Python drops exceptions raised in
     callbacks such as those around a fork. A signal that is ignored, as SIGINT in the background of a shell script,
     stays ignored.
     """

@@ -1,4 +1,4 @@
-"""What a finished run measured of its calls is kept beside the profiles that predicted them, for the next plan."""
+"""Times of calls that finished runs measured: kept beside the profiles that predicted them, for the next plan."""
 
 import math
 import statistics
@@ -40,7 +40,7 @@ def keep_times(run: Run, directory: RunDirectory) -> list[Path]:
                 interface=model.call.interface_type.value,
                 option=model.option_text(*shape),
                 log_ratio=statistics.median(logarithms) - math.log(model.seconds(*shape)),
-                noise=spread * math.sqrt(math.pi / 2 / len(logarithms)),  # of a median
+                noise=spread * math.sqrt(math.pi / 2 / len(logarithms)),  # the standard error of a median
             )
         )
     name = str(directory.path.resolve())

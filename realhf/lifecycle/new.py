@@ -70,7 +70,7 @@ def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cl
 
 
 def check_experiment(experiment: ResolvedExperiment) -> None:
-    """Raises UserError for what is wrong with an experiment whatever its plan is."""
+    """Raises UserError if the experiment can run under no plan."""
     check_values(experiment)
     extent, batch_size, graph = experiment.dataset.check(), experiment.settings.batch_size, experiment.graph
     rows = graph.rows_per_step(batch_size)
@@ -101,7 +101,7 @@ def _check_finite(name: str, value: Any) -> None:
 
 
 def check_run(run: Run, request: RunRequest) -> None:
-    """Raises UserError for what is wrong with a run under its plan, as it is to be carried out."""
+    """Raises UserError if the run cannot be carried out under its plan."""
     run.check()
     _check_recovery(run, request)
     if request.replan.mode == "switch" and not run.spec.saves:
@@ -119,7 +119,7 @@ def check_run(run: Run, request: RunRequest) -> None:
         shard_boxes(run.graph.models[name], home, home.mesh.first, data_parallel)  # may be impossible
         if setup.checkpoint is not None:  # one that does not fit is found now
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
-    _ = run.initial_steps  # of checkpoints that may have no optimizer states
+    _ = run.initial_steps  # raises if a checkpoint lacks optimizer states
     if run.evaluation:
         assert run.evaluation_graph
         extent = run.evaluation.dataset.check()
@@ -161,7 +161,7 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
 
 
 def data_lines(run: Run) -> list[str]:
-    """What is read for training, and for the evaluation."""
+    """Descriptions of the data for training and evaluation."""
     said: list[str] = [run.experiment.dataset.describe()]
     if run.evaluation:
         assert run.evaluation_graph

@@ -30,7 +30,7 @@ from realhf.rundir.status import Status, known_status, write_status
 
 class QueuedRun:
     """A run whose directory is made, and whose job is submitted (`submit`), watched to its end (`carry_out`), or taken
-    back (`withdraw`). Whoever makes one holds the lock of its directory."""
+    back (`withdraw`). Its maker holds the lock of the directory."""
 
     def __init__(self, request: RunRequest, directory: RunDirectory, job_id: str = "") -> None:
         self.request, self.directory, self.job_id = request, directory, job_id
@@ -108,8 +108,8 @@ def _leave_to_job(queued: QueuedRun, steps: int, after: str) -> None:
 
 
 def planned_now(request: RunRequest, listener: Listener) -> Run | None:
-    """The run, planned; None where its job has to do that, or is asked to. Raises UserError for what is wrong with it,
-    as far as that can be known here."""
+    """The run, planned; None where its job has to do that, or is asked to. Raises UserError for any mistake in it that
+    can be found here."""
     if not plans_in_job(request):
         return new_run(request, listener.search)
     check_experiment(experiment_of(request.experiment, request.fields))

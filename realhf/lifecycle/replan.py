@@ -20,14 +20,14 @@ from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, load_run
 
-# Of a search while a run goes on or waits, where the request gives none.
+# The budget of a search during a run, unless the request gives one.
 EVALUATIONS = 20_000
 # A step predicted to be shorter by less than this part is within what predictions are worth.
 LEAST_GAIN = 0.05
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search with measured times found.
+    """The result of a search with measured times.
 
     `factors`: by call, measured seconds over those predicted without factors. `step_s`: a step as measured. `present_s`
     and `other_s`: predictions of a step with the factors, under the present plan and under `plan`.

@@ -34,7 +34,7 @@ class Replanner:
         self._start_took_s: float | None = None
         self._step = run.spec.resume_step
         self._events = Tail(directory.events, event_line, say)
-        self._metrics = Tail(directory.metrics, step_line, lambda _: None)  # the progress says what is damaged
+        self._metrics = Tail(directory.metrics, step_line, lambda _: None)  # the progress reports damaged lines
 
     def __enter__(self) -> "Replanner":
         return self
@@ -69,7 +69,7 @@ class Replanner:
         return self._run.changed(self._proposal.plan, call_factors=self._proposal.factors)
 
     def _search_ended(self, returncode: int) -> str:
-        """What a search came to, in words. Asks for the change if it pays."""
+        """The result of a search in words. Asks for the change if it pays."""
         if returncode:
             return f"the search for another plan failed; see {self._directory.log('replan')}"
         try:

@@ -1,4 +1,4 @@
-"""What is asked of a run: which experiment, with which plan, launched how, and what to do about failures and drift."""
+"""The request for a run: its experiment, plan and launcher, and its reactions to failures and drift."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ Mode = Literal["off", "suggest", "switch"]
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryRequest(Options):
-    """What to do when processes of the run fail. Raises UserError if `recover` is "never" and fewer workers or fallback
+    """Reactions to failed processes of the run. Raises UserError if `recover` is "never" and fewer workers or fallback
     plans are given."""
 
     HEADING = CHECKPOINTS
@@ -81,7 +81,7 @@ class RecoveryRequest(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanRequest(Options):
-    """What to do when calls take other times than the plan predicts."""
+    """Reactions to calls whose times differ from the plan's predictions."""
 
     HEADING = DRIFT
 
@@ -153,7 +153,7 @@ class RunRequest:
         return devices.nodes != 1 or devices.num_workers is not None or devices.gpus_per_node is not None
 
     def plan_request(self, saved: RunSpec | None = None) -> PlanRequest:
-        """What the planner is asked: for a `saved` run with its hardware and the measured factors of its calls."""
+        """The request to the planner: for a `saved` run with its hardware and the measured factors of its calls."""
         planned = PlannedHardware(saved.hardware, saved.num_workers) if saved and saved.hardware else None
         place: Literal["nodes", "here"] = "nodes" if self.launcher.is_remote else "here"
         devices = replace(self.plan.devices, place=place, cpu_only=self.cpu_only, planned=planned)

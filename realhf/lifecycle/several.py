@@ -33,8 +33,8 @@ def carry_out(request: RunRequest, listener: Listener) -> None:
 
 
 def carry_out_chain(requests: Sequence[RunRequest], shown: Shown, *, leaves: bool = False) -> list[QueuedRun]:
-    """Carries out runs of which each begins when the one before has ended well; one run by itself, too. Returns those
-    that it `leaves` in a cluster's queue. Raises as `start`; an error names the runs that were not started for it."""
+    """Carries out runs, or a single run. Each begins after the one before has ended well. Returns those that it
+    `leaves` in a cluster's queue. Raises as `start`; an error names the runs that were not started for it."""
     if not requests[0].launcher.queues:
         for stage, request in enumerate(requests):
             with _naming_later(requests, stage), shown(request, title_of_stage(requests, stage)) as listener:
@@ -209,7 +209,7 @@ def _check_queued(request: RunRequest) -> None:
 
 
 def previews(requests: Sequence[RunRequest], shown: Shown, *, waits: bool) -> Iterator[str]:
-    """What would be started for each run. Only the job of a run that `waits` for the one before is known: it is planned
+    """A dry run's text for each run. Only the job of a run that `waits` for the one before is known: it is planned
     later."""
     for number, request in enumerate(requests):
         if _is_planned_later(requests, request, waits=waits):

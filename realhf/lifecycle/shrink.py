@@ -67,7 +67,7 @@ def elsewhere(
 
 def plan_for_fewer(run: Run, request: RunRequest, num_workers: int, watch: Watch) -> tuple[ExecutionPlan, Hardware]:
     """The largest fallback plan for `num_workers` at most, else the best plan found for all of them, and its hardware:
-    that of the run, of which fewer workers may have more memory each. Raises UserError if no plan fits."""
+    the run's, where fewer workers may have more memory each. Raises UserError if no plan fits."""
     fitting = [(path, plan) for path, plan in request.recovery.plans.items() if plan.num_devices <= num_workers]
     path, given = max(fitting, key=lambda one: one[1].num_devices, default=(None, None))
     num_workers = given.num_devices if given else num_workers

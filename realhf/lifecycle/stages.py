@@ -13,9 +13,9 @@ from realhf.lifecycle.request import RecoveryRequest
 
 MOST_MEMBERS = 1000  # the longest array of most clusters (MaxArraySize)
 LONGEST_NAME = 200
-# Of the command as a whole, whatever its runs are.
+# Options of the command as a whole, not of one run.
 _OF_COMMAND = {"--detach": False, "--dry-run": False}
-# Of where and how all stages of a chain are launched, beside the launcher's own options and those of recovery.
+# Options that all stages of a chain share, besides those of the launcher and of recovery.
 _WHERE = (
     *("--launcher", "--nodes", "--gpus-per-node", "--num-workers", "--hardware", "--memory-gb"),
     *("--network-interface", "--master-address", "--evaluations", "--seconds"),

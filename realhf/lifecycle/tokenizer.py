@@ -1,4 +1,4 @@
-"""The tokenizer of a run, kept in its directory: for whoever opens its checkpoints, and for runs that start from it."""
+"""The tokenizer of a run, kept in its directory for users of its checkpoints and for runs that start from it."""
 
 import json
 import shutil

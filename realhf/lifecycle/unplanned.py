@@ -51,7 +51,7 @@ def later_job(request: RunRequest, directory: RunDirectory) -> Job:
 
 
 def why_unplanned(directory: RunDirectory, end: str) -> Exception:
-    """Why a job has ended before its run was planned: what the job has noted, else `end`, what is known of the job."""
+    """Why a job has ended before its run was planned: the reason that the job noted, else `end`."""
     status = known_status(directory.status)
     if status is not None and status.state == "stopped":
         return Stopped(status.message)
