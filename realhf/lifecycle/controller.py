@@ -248,7 +248,7 @@ class Controller:
             raise
 
     def _begin(self, run: Run, held: contextlib.ExitStack, reason: str | None) -> Replanner:
-        """Tells that the processes of a run are about to start. Returns the search for a better plan; `held` ends it."""
+        """Tells that the processes of a run are about to start. Returns the search for a new plan; `held` ends it."""
         replanner = Replanner(run, self._directory, self._request.replan, self._listener.say)
         held.enter_context(replanner)
         self._listener.starting(run, self._directory, reason)
