@@ -1,4 +1,4 @@
-"""What is proven of the best plan that a search found, and of which plans."""
+"""The proof about the best plan that a search found, and the set of plans that it covers."""
 
 from dataclasses import dataclass
 

@@ -95,7 +95,7 @@ def is_unknown_here(request: DevicesRequest) -> bool:
 
 
 def hardware_text(hardware: Hardware, num_nodes: int, devices_per_node: int) -> str:
-    """`1 x 2 cpu with 10.9 GiB each (...)`: what is planned for."""
+    """The hardware of a plan in words: `1 x 2 cpu with 10.9 GiB each (...)`."""
     return (
         f"{num_nodes} x {devices_per_node} {hardware.name} with {hardware.device_memory_bytes / GIB:.1f} GiB each "
         f"({hardware.description})"

@@ -11,7 +11,7 @@ from realhf.dataflow.rationale import Worth
 from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.task import PlanningTask
 
-LEAST_GAIN = 1e-9  # of a step
+LEAST_GAIN = 1e-9  # part of a step
 
 
 def with_best_copies(task: PlanningTask, prediction: Prediction) -> Prediction:
@@ -27,7 +27,7 @@ def with_best_copies(task: PlanningTask, prediction: Prediction) -> Prediction:
 
 
 def copies_worth(task: PlanningTask, prediction: Prediction) -> list[Worth]:
-    """What it is worth that the copies of a plan's calls serve others, too: a step in which these come from home."""
+    """The gain from copies that serve several calls: the step time if each call fetched its own from home."""
     plan, found = prediction.plan, []
     for source in dict.fromkeys(plan.copies.values()):
         rest = {call: of for call, of in plan.copies.items() if of != source}

@@ -41,7 +41,7 @@ class Dominance:
     drops_hopeless: bool = False
 
     def __call__(self, call: ModelFunctionCallDef, ways: list[Way]) -> list[Way]:
-        """The ways to keep, in their order; of ways that are alike in everything the first."""
+        """The ways to keep, in their order; the first of several equal ones."""
         model = self.task.call_models[call.name]
         if self.drops_hopeless:
             limit = self.task.cluster.device_memory_bytes

@@ -15,7 +15,7 @@ from realhf.planning.model.hardware import GIB, Hardware, device_kind, mismatch
 CPU = "cpu"
 FITTED_GPU = "h100"
 
-# What processes take beside models and data. A worker's program (Python, torch, gloo): 0.24 GiB after its imports,
+# Memory of processes beside models and data. A worker's program (Python, torch, gloo): 0.24 GiB after its imports,
 # more with what it allocates on the way. The launcher and the master take 0.1 GiB each; the system wants the rest.
 PROGRAM_BYTES = round(0.4 * GIB)
 SYSTEM_BYTES = GIB

@@ -19,9 +19,9 @@ from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
 
 COUNT, SEED = 128, 0
-LEVEL = 0.9  # of an interval
+LEVEL = 0.9  # probability of an interval
 DIGITS = 4
-# What the time of a transfer is made of: a sum of these constants (of their inverses) and parts, each times something.
+# The time of a transfer is a weighted sum of these constants (of their inverses) and parts.
 OF_TRANSFERS = (
     "intra_node_bandwidth", "intra_node_latency_s", "inter_node_bandwidth", "inter_node_send_bandwidth",
     "inter_node_latency_s", "host_bandwidth", "reallocation",
@@ -93,7 +93,7 @@ class Draws:
         return seconds
 
     def _error(self, call: str, option: str, expected: CallError) -> np.ndarray:
-        """The factor by which a call is off from what is predicted, in every draw."""
+        """The factor between a call's time and its prediction, in every draw."""
         if not self.errors:
             return np.ones(self.count)
         keys = {"run": expected.run, call: expected.call, f"{call}: {option}": expected.option}
@@ -140,7 +140,7 @@ class Doubt:
 
 
 def doubt_of(costs: Costs) -> Doubt:
-    """What the description (`Uncertainty`) and the profiles (`Costs.part_spread`) of these costs are not sure of."""
+    """The uncertainty in the description (`Uncertainty`) and the profiles (`Costs.part_spread`) of these costs."""
     stated, parts = costs.hardware.sureness, costs.part_spread
     number = len(stated.spread)
     covariance = np.zeros((number + len(parts), number + len(parts)))

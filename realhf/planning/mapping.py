@@ -196,7 +196,7 @@ class Mapper:
             chosen[name] = option
             needs.append(_need(call, option, at_home, home))
             kept.append(call.work(*option.shape).kept_cache_bytes() if option.layout == home.layout else 0.0)
-        # What one call leaves, all others have beside them.
+        # All other calls have the leftovers of one call beside them.
         fits = all(need + sum(kept) - own <= left_bytes for need, own in zip(needs, kept, strict=True))
         return chosen if fits else None
 
@@ -217,7 +217,7 @@ class Mapper:
         return self._options[key]
 
     def _least_static(self, call: CallModel, num_devices: int) -> float:
-        """Of the options of a home on `num_devices` devices."""
+        """The same for the options of a home on `num_devices` devices."""
         key = (call.call.name, num_devices)
         if key not in self._static:
             self._static[key] = min(_static(call, option) for option in self._ranked(call, num_devices))

@@ -12,7 +12,7 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.mode_choice import memory_limits
 from realhf.planning.task import PlanningTask
 
-Way = tuple[ParallelStrategy, int, CallCompute]  # a strategy, in so many micro-batches, computed so
+Way = tuple[ParallelStrategy, int, CallCompute]  # strategy, number of micro-batches, computation
 
 
 def mixed_ways(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequence[Way]) -> Iterator[Way]:

@@ -18,7 +18,7 @@ from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.recomputed import partly_recomputed
 from realhf.planning.task import PlanningTask
 
-CHUNKS = (2, 4)  # of pipelines, that a search looks at
+CHUNKS = (2, 4)  # chunks of pipelines that a search looks at
 
 # Which of the ways to run a call, all in one (dp, tp, pp), are worth a search.
 Keeps = Callable[[ModelFunctionCallDef, list[Way]], list[Way]]

@@ -1,4 +1,4 @@
-"""What a plan would take, in seconds and bytes, and the order in which the master best issues its calls."""
+"""The time and memory of a plan, and the best order for the master to issue its calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,12 +42,12 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest device."""
+        """Bytes at the peak of the fullest device."""
         return max(self.device_bytes)
 
     @property
     def device_bytes(self) -> list[float]:
-        """What each device needs at its peak."""
+        """Bytes that each device needs at its peak."""
         return [need.peak_bytes for need in self.needs]
 
 

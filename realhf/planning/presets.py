@@ -18,10 +18,10 @@ from realhf.planning.problem.native import SearchRequest, native_problem, search
 from realhf.planning.request import SearchBudget, Watch, unwatched
 from realhf.planning.task import PlanningTask
 
-SEED, BUDGET = 0, SearchBudget(evaluations=20_000)  # of the search for the best strategies within a preset's meshes
+SEED, BUDGET = 0, SearchBudget(evaluations=20_000)  # for the search of the best strategies within a preset's meshes
 
 
-PRICED_MAPPINGS = 3  # of HybridFlow's placements, the cheapest by its own estimate
+PRICED_MAPPINGS = 3  # HybridFlow's placements that are cheapest by its own estimate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from realhf.planning.mixes import Way
 from realhf.planning.model.call import CallModel
 from realhf.planning.task import PlanningTask
 
-PARTS = (0.25, 0.5, 0.75)  # of the layers, where other calls share the devices
+PARTS = (0.25, 0.5, 0.75)  # parts of the layers, where other calls share the devices
 # Where calls share more devices than that, what a search loses by more options is more than these are worth: PPO of 7B
 # models on 8 H100, a step of 28.5 s found in place of 28.1 s by as many evaluations.
 MOST_SHARED_DEVICES = 4
@@ -65,7 +65,7 @@ def _needed_bytes(model: CallModel, strategy: ParallelStrategy, count: int, comp
 
 
 def _others_bytes(task: PlanningTask, call: ModelFunctionCallDef) -> float:
-    """What the other models' homes keep on a device where all devices have an equal part."""
+    """Bytes that the other models' homes keep on a device where all devices have an equal part."""
     homes = {task.homes[name] for name, other in task.graph.model_calls.items() if other.model_name != call.model_name}
     kept = [home for home in homes if task.graph.model_calls[home].model_name not in task.offload]
     whole = sum(task.call_models[home].static_bytes(ParallelStrategy()) for home in kept)

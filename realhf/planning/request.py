@@ -1,4 +1,4 @@
-"""What somebody asks of the planner: for which devices, with which budget, and what is fixed beforehand."""
+"""A request to the planner: its devices, its budget, and the decisions that are made already."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from realhf.planning.model.hardware import Hardware
 # Limits of a budget. Every search looks at its starts: one evaluation gives the best of them.
 EVALUATIONS = (1, 10**12)
 SECONDS = (0.01, 10**7)
-SEEDS = (0, 2**63 - 1)  # of a search: the least, the most
+SEEDS = (0, 2**63 - 1)  # least and largest seed of a search
 
 # What planning says while it goes on: the phase that has begun, or goes on, and what is known of it by now ("" if
 # nothing).
@@ -23,7 +23,7 @@ Watch = Callable[[str, str], None]
 
 
 def unwatched(phase: str, detail: str) -> None:
-    """Nobody looks."""
+    """A watch that shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SearchBudget(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured of this machine's costs.
+    """The measured costs of this machine.
 
     profiles: the folder of profiles (None: that of all of them). call_factors: by name what a run's calls took over
     what was predicted; they scale all predictions. ignores_runs: what finished runs have left beside the profiles is

@@ -33,7 +33,7 @@ EVALUATIONS_PER_OPTION = 20
 DEFAULT_EVALUATIONS = (20_000, 2_000_000)  # at least, at most
 ROUNDING = 1e-9
 PROOF = ("lower_bound_s", "proven_optimal")  # notes of a plan
-OFFLOAD_SHARE = 0.2  # of the budget, for each further set of models in host memory
+OFFLOAD_SHARE = 0.2  # part of the budget for each further set of models in host memory
 # Of a budget in seconds: what the search itself has at least; what is said of the plan afterwards, as a part of what
 # the tables took; what options and tables take for each way to run a call; and the part that these may take at most of
 # what is left.
@@ -105,7 +105,7 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
 
 @dataclass(frozen=True)
 class _Sets:
-    """What searches found for `number` sets of models in host memory."""
+    """The results of searches for `number` sets of models in host memory."""
 
     results: list[SearchResult]
     errors: list["NothingFitsError"]
@@ -124,8 +124,8 @@ def _search_sets(
     """Searches with each set of models in host memory, in a part of what is left of the budget; the first of them from
     the plan of `begins` on, too, whose rules it takes over."""
     waiting, results, errors = offloads(task), list[SearchResult](), list[NothingFitsError]()
-    num_sets = len(waiting) + (len(waiting) > 1)  # of models in host memory, one of which is found on the way
-    preparation_s = 0.0  # of the longest: rules, options and tables
+    num_sets = len(waiting) + (len(waiting) > 1)  # sets of models in host memory; one of them is found on the way
+    preparation_s = 0.0  # the longest so far: rules, options and tables
     for number in range(num_sets):
         if number == len(waiting):
             if not results or (needed := _needed_offload(task, _fastest(results).prediction)) in waiting:

@@ -1,4 +1,4 @@
-"""What if the models were larger, the sequences longer: changes to an experiment that only a plan needs."""
+"""Hypothetical changes to an experiment, such as larger models and longer sequences, that only a plan needs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -188,6 +188,6 @@ class WhatIfRequest:
 
 
 def keys_without_producer(calls: Sequence[ModelFunctionCallDef]) -> tuple[str, ...]:
-    """What the calls read and none of them writes: the keys that a data set would have."""
+    """The keys that calls read and none of them writes: those of a data set."""
     written = {key for call in calls for key in call.output_data}
     return tuple(dict.fromkeys(key for call in calls for key in call.input_data if key not in written))

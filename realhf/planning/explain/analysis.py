@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What a plan does in steady state, simulated over the problem's unrolled steps in its own order.
+    """The steady state of a plan, simulated over the problem's unrolled steps in its own order.
 
     `chain` has, for every call and kind of transfer on the longest chain of waiting, its part of the
     whole time, largest first; `busiest_device` computes or sends for `busy` of the time.
@@ -53,7 +53,7 @@ class Analysis:
 
     @property
     def limits(self) -> str:
-        """What would have to become faster, in a few words."""
+        """The bottleneck in a few words."""
         parts = [f"{name} {share:.0%}" for name, share in list(self.chain.items())[:3]]
         return (
             f"the longest chain of calls ({', '.join(parts)}); the busiest device, {self.busiest_device}, is busy for "

@@ -142,7 +142,7 @@ def _lacks(field: str, value: object, option: Option) -> bool:
 
 
 def offload_worth(task: PlanningTask, prediction: Prediction) -> list[Worth]:
-    """What it is worth that each model of the plan's `offload` waits in host memory."""
+    """The gain from each model of the plan's `offload` that waits in host memory."""
     plan, found = prediction.plan, []
     for model in plan.offload:
         rest = tuple(other for other in plan.offload if other != model)
@@ -153,7 +153,7 @@ def offload_worth(task: PlanningTask, prediction: Prediction) -> list[Worth]:
 
 
 def staleness_worth(result: SearchResult) -> list[Worth]:
-    """What each step of staleness is worth that a search chose for rollouts, beside the best plan found with less."""
+    """The gain from each step of staleness that a search chose for rollouts, over the best plan found with less."""
     return [
         Worth(
             of="rollouts",
@@ -330,7 +330,7 @@ def summary(comparison: Comparison) -> dict[str, Any]:
     certificate = asdict(result.certificate) if result else None
     if certificate:
         del certificate["feasible"]  # a search without a plan is an error
-        for name in ("wider_s", "num_meshes"):  # of large clusters alone
+        for name in ("wider_s", "num_meshes"):  # only for large clusters
             if certificate[name] is None:
                 del certificate[name]
     return {

@@ -22,7 +22,7 @@ def activation_elements(model: DecoderConfig, tp: int) -> float:
 
 
 def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
-    """What one layer keeps a token for its backward pass, without recomputation.
+    """Bytes a token that one layer keeps for its backward pass, without recomputation.
 
     Whole, divided over tp with sequence parallelism only: of each norm its input in w, what it is normalised to, the
     output, and the root. Divided: rotated q and k, v and attention's output (all a), that output again, a number a

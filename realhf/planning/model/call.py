@@ -23,7 +23,7 @@ from realhf.planning.model.seconds import RankSeconds, crossings
 from realhf.planning.model.timings import Timings
 from realhf.planning.model.workload import Workload
 
-BYTES_PER_TOKEN = 8  # of one key of per-sample data: token numbers are int64
+BYTES_PER_TOKEN = 8  # for one key of per-sample data: token numbers are int64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class CallModel:
     shares_devices: bool = True
     seen: tuple[RunTimes, ...] = ()
     error: float = 0.0
-    # What was computed: the search and the plans by rule ask for the same again and again.
+    # Caches: the search and the plans by rule ask for the same again and again.
     _errors: dict[str, CallError] = field(default_factory=dict, init=False)
     _placed: dict[ParallelStrategy, PlacedModel] = field(default_factory=dict, init=False)
     _known: dict[Hashable, float] = field(default_factory=dict, init=False)
@@ -108,7 +108,7 @@ class CallModel:
         return frozenset(call.option for run in self.seen for call in run.calls)
 
     def option_text(self, strategy: ParallelStrategy, micro_batches: int) -> str:
-        """What tells options of calls apart, in other runs too."""
+        """The key of an option of calls, the same in all runs."""
         return (
             f"{strategy}, {micro_batches} micro-batches of {self.samples} samples of {self.lengths.tokens:.0f} tokens"
         )
@@ -151,7 +151,7 @@ class CallModel:
         return self._placed[strategy]
 
     def static_bytes(self, strategy: ParallelStrategy) -> int:
-        """What a home in this strategy keeps on each device: with the optimizer's states, if the call trains."""
+        """Bytes that a home in this strategy keeps on each device, with the optimizer's states if the call trains."""
         if strategy not in self._static_bytes:
             static = self.placed(strategy).static_bytes(trained=self.call.trains, versions=self.versions)
             self._static_bytes[strategy] = static
@@ -200,7 +200,7 @@ class CallModel:
         return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
 
     def available_bytes(self, strategy: ParallelStrategy) -> int:
-        """What is left of a device beside its communicators: the call's, and those of all devices."""
+        """Memory of a device without its communicators: the call's, and those of all devices."""
         own = self.communicators(Layout(DeviceMesh(0, strategy.size), strategy))
         common = of_all_devices(self.cluster.num_devices, moves=self.shares_devices)
         taken = self.hardware.communicator_bytes * (len(own) + len(common))
@@ -208,7 +208,7 @@ class CallModel:
 
 
 def features_during(call: ModelFunctionCallDef, lengths: Workload, engine: EngineFeatures) -> EngineFeatures:
-    """What an engine does during a call."""
+    """The features of the engine during a call."""
     engine = replace(engine, cuda_graphs=engine.replays(call.config, lengths.decode_graphs))
     if call.trains:
         return engine

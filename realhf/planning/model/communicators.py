@@ -28,7 +28,7 @@ def axes_used(call: ModelFunctionCallDef, strategy: ParallelStrategy, *, gathers
 
 @lru_cache(maxsize=65536)
 def _axes_used(s: ParallelStrategy, trains: bool, gathers_parameters: bool, is_tied: bool) -> tuple[Axis, ...]:
-    norm: Axis = "model"  # of the gradients
+    norm: Axis = "model"  # that sums the norm of gradients
     used: dict[Axis, bool] = {
         "tensor": s.tp > 1,
         "stages": s.pp > 1,

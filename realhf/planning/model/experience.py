@@ -15,11 +15,11 @@ from realhf.base.numbers import SECONDS, check_fields
 from realhf.base.reading import read_bytes
 from realhf.planning.model.uncertainty import SPREAD
 
-KEPT_RUNS = 32  # of a profile; older ones are removed
+KEPT_RUNS = 32  # for each profile; older ones are removed
 # A call's error is in equal parts that of all calls of a run (the machine), of the call under every plan (its
 # workload), and of the call in this layout. The first cancels where plans are compared, the second mostly.
 ERROR_PARTS = 3
-_LEAST_NOISE = 1e-3  # of a median
+_LEAST_NOISE = 1e-3  # assumed of a median
 
 
 class SeenCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""What an engine does: the choices of an implementation that change the seconds and bytes of a call."""
+"""Features of an engine: choices of an implementation that change the seconds and bytes of a call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +89,7 @@ class EngineFeatures:
         return self.fully_sharded or any("sharded" in modes for _, modes in self.modes or ())
 
     def gradient_bytes(self, dtype: DType) -> int:
-        """Of the gradient of one element of parameters."""
+        """Bytes of the gradient of one parameter."""
         return max(DTYPE_BYTES[dtype], 4) if self.fp32_gradients else DTYPE_BYTES[dtype]
 
     def state_bytes(self, dtype: DType) -> int:
@@ -98,7 +98,7 @@ class EngineFeatures:
         return 2 * max(item, 4) + (4 if item < 4 else 0)
 
     def on(self, hardware: Hardware) -> "EngineFeatures":
-        """What holds on this hardware. In a host's memory states have no other memory to wait in."""
+        """The features on this hardware. In a host's memory states have no other memory to wait in."""
         in_host = hardware.shares_host_memory
         return replace(
             self,
@@ -111,7 +111,7 @@ class EngineFeatures:
         )
 
     def under(self, compute: CallCompute) -> "EngineFeatures":
-        """What holds for a model that a plan computes so."""
+        """The features for a model that a plan computes in this way."""
         chosen: dict[str, Any] = {
             "recomputation": compute.recomputation,
             "recomputed_layers": compute.recomputed_layers,
@@ -163,7 +163,7 @@ WITHOUT = "no-"
 
 
 def of_setup(setup: ModelSetup, engine: EngineFeatures = ENGINE) -> EngineFeatures:
-    """What `engine` does for a model of this setup: the one place where a setup's choices become costs."""
+    """The features of `engine` for a model of this setup: the one place where a setup's choices become costs."""
     optimizer, compute = setup.optimizer, computation_of("", setup)
     if setup.backend == TRANSFORMERS:  # its logits are whole tensors, and no decode step is recorded
         engine = replace(engine, full_logits=True, response_logits=False, logits_chunk_bytes=None, cuda_graphs=False)

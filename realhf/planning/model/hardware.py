@@ -12,13 +12,13 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_fields
 from realhf.planning.model.uncertainty import UNSTATED, Uncertainty, place_of
 
-RATES = (1.0, 1e24)  # of bytes and operations a second
+RATES = (1.0, 1e24)  # limits of bytes and operations a second
 DELAYS_S = (0.0, 1e4)
 MEMORY_BYTES = (1, 2**50)
 MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 CORES = (1, 2**20)
 GIB = 2**30
-KINDS = ("_bandwidth", "_s")  # of constants by the end of their field: rates and delays
+KINDS = ("_bandwidth", "_s")  # rates and delays: the ends of the names of such constants
 # Constants that a description may leave out, and those that then stand for them.
 OPTIONAL = {"train_launch_s": "layer_launch_s", "inter_node_send_bandwidth": "inter_node_bandwidth"}
 
@@ -53,7 +53,7 @@ def mismatch(hardware: "Hardware", device_name: str | None, memory_bytes: int) -
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one device and its links achieve: reached rates, not peaks. Bandwidths are per device and direction.
+    """The rates that one device and its links achieve, not their peaks. Bandwidths are per device and direction.
 
     inter_node_send_bandwidth: of a message between two devices of different nodes, which takes fewer channels than a
         collective; by default `inter_node_bandwidth`.
@@ -130,7 +130,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return isinstance(values, dict) and key in values
 
     def constant(self, name: str) -> float:
-        """The value of a constant; of one that is left out, of what is taken in its place."""
+        """The value of a constant, or of the one that replaces it where it is left out."""
         field, key = place_of(name)
         value = getattr(self, field)
         if key:
@@ -176,7 +176,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.inter_node_send_bandwidth or self.inter_node_bandwidth
 
     def launch_s(self, *, trains: bool) -> float:
-        """Of a layer's forward."""
+        """Seconds to launch the kernels of a layer's forward pass."""
         return self.train_launch_s if trains and self.train_launch_s is not None else self.layer_launch_s
 
     def send_s(self, size_bytes: float, *, crosses_nodes: bool) -> float:

@@ -38,7 +38,7 @@ class LengthDistribution:
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> "LengthDistribution":
-        """That of these lengths, at least one, each as probable as another. Raises UserError for one out of range."""
+        """The distribution of these lengths, all equally probable. Raises UserError for one out of range."""
         counts = sorted(Counter(lengths).items())
         for length in (counts[0][0], counts[-1][0]):
             if not 1 <= length <= TOKENS[1]:
@@ -47,7 +47,7 @@ class LengthDistribution:
         return cls(tuple(length for length, _ in counts), tuple(count / total for _, count in counts))
 
     def capped(self, limit: int) -> "LengthDistribution":
-        """As generation cuts it: what is longer than `limit` tokens has `limit`."""
+        """The distribution after generation cuts every length at `limit` tokens."""
         if self.longest <= limit:
             return self
         within = [(length, share) for length, share in zip(self.lengths, self.shares, strict=True) if length < limit]

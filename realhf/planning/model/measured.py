@@ -41,7 +41,7 @@ class MeasuredConstant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class MeasuredConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of the hardware of a name, by the names of constants.
+    """The measured constants of the hardware of a name.
 
     `measured`: when, and on what, the last time; under NETWORK the date and the nodes of the links between nodes.
     """
@@ -53,7 +53,7 @@ class MeasuredConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def measurement_of(constant: str) -> Measurement | Literal["layers"]:
-    """What `realhf profile --only` has to measure to know a constant or a part of a profile."""
+    """The word for `realhf profile --only` that measures a constant or a part of a profile."""
     field, _ = place_of(constant)
     if field in OF_MODELS:
         return "layers"

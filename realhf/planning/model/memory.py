@@ -49,7 +49,7 @@ class PlacedModel:
         return self.parameter_bytes() + 2 * DEFAULT_BUCKET_BYTES
 
     def static_bytes(self, *, trained: bool, versions: int = 1) -> int:
-        """What the home of a model keeps on each device.
+        """Bytes that the home of a model keeps on each device.
 
         An untrained model: its parameters, in each of `versions`. A trained one: parameters, gradients, the two states
         of AdamW (at least in fp32), and below fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). Every
@@ -71,7 +71,7 @@ class PlacedModel:
         )  # fmt: skip
 
     def offloaded_bytes(self, *, trained: bool, versions: int = 1) -> int:
-        """What goes from a device to host memory and back: `static_bytes` without gradients and copies."""
+        """Bytes that move between a device and host memory: `static_bytes` without gradients and copies."""
         without_copies = replace(self, features=replace(self.features, copies_checkpoints=False))
         kept = without_copies.static_bytes(trained=trained, versions=versions)
         elements = self._kept_elements(trained=True) if trained else 0
@@ -104,7 +104,7 @@ class PlacedModel:
         return max(self.stages, key=lambda stage: kept * stage.kept + states * stage.updated if trained else stage.kept)
 
     def chunk_bytes(self) -> int:
-        """What an optimizer step has on the device of states that wait in host memory."""
+        """Bytes on the device during an optimizer step whose states wait in host memory."""
         if not self.features.offloads_states:
             return 0
         return min(self.updated_elements(), OPTIMIZER_ELEMENTS) * self.features.state_bytes(self.dtype)

@@ -19,8 +19,9 @@ from realhf.planning.model.osdp.problem import MOST_SLICES, SMALLEST_SLICED_BYTE
 from realhf.planning.model.osdp.units import Modes, Shapes, by_stage, operators_on, slice_elements, vector_elements
 from realhf.planning.model.rank_work import HOLES, RankWork
 
-SLICES = (1, 2, 4, 8)  # of large operators; which is best depends on what has to be gathered at a time
-SAVED_PARTS = (0.25, 0.5, 0.75)  # of what sharding all states would save, where other calls share the devices
+SLICES = (1, 2, 4, 8)  # of a large operator; the best number depends on the memory for gathered parts
+# Parts of the memory that sharding all states would save, where other calls share the devices.
+SAVED_PARTS = (0.25, 0.5, 0.75)
 _ZERO1: Modes = ("zero1",)
 _SHARDED: Modes = ("sharded",)
 
@@ -148,7 +149,7 @@ class Chooser:
         return slices if has_so_many and size_bytes >= SMALLEST_SLICED_BYTES else 1
 
     def _slice(self, group: _Alike, number: int, stage: int) -> _Slice:
-        """What a slice takes."""
+        """Seconds and bytes of a slice."""
         key = (group.kind, group.shapes, group.is_recomputed, number, stage)
         if key not in self._slices:
             self._slices[key] = self._computed_slice(group, number, self._exchanges[stage])
@@ -171,7 +172,7 @@ class Chooser:
         )
 
     def _fixed_bytes(self, stage: int) -> int:
-        """What no choice changes: norms, what pads the vector that they are in, and copies for checkpoints."""
+        """The part that no choice changes: norms, their padding, and copies for checkpoints."""
         dp, placed = self._strategy.dp, self._work.placed
         norms = operators_on(self._model, self._strategy, stage).get(NORMS, ())
         elements = vector_elements(sum(slice_elements(norms, _ZERO1, dp, cut_dim(NORMS))), dp) + vector_elements(1, dp)

@@ -25,7 +25,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcas
 # collectives; calls beyond these; moves of parameters.
 ProfilePart = Literal["layers", "collectives", "overheads", "reallocation"]
 PARTS: tuple[ProfilePart, ...] = get_args(ProfilePart)
-UNSTATED_ERROR = 0.1  # of a part whose profile does not say how its readings spread
+UNSTATED_ERROR = 0.1  # assumed of a part whose profile does not say how its readings spread
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,7 +141,7 @@ class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of one model type in one dtype on one machine. `profiles/README.md` describes every field.
+    """The measurements of one model type in one dtype on one machine. `profiles/README.md` describes every field.
 
     `spread`: of each part the standard deviation of the logarithm of repeated readings. `noisy`: curves, and their
     sizes, that were below what is possible or fell with the size even when they were measured again.

@@ -30,7 +30,7 @@ KEEPS_ALL = Recomputed()
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
-    """What seconds and bytes of a call depend on, for one option: as in `CallModel`, but `samples` are of one rank."""
+    """The work of one rank in a call under one option: as in `CallModel`, but `samples` are of one rank."""
 
     call: ModelFunctionCallDef
     samples: int
@@ -164,7 +164,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         return WORKER_BYTES + (RING_BYTES if self.placed.strategy.pp > 1 else 0) + allocated * (1 + HOLES)
 
     def kept_cache_bytes(self) -> float:
-        """What of `dynamic_bytes` stays behind the call at its home: the KV cache, where its graphs are kept."""
+        """The part of `dynamic_bytes` that outlives the call at its home: the KV cache, where its graphs are kept."""
         placed, generates = self.placed, self.call.uses_model and self.call.generates
         if not generates or not placed.features.keeps_cache(placed.model, self.lengths.decode_graphs):
             return 0.0

@@ -51,7 +51,7 @@ class RankSeconds:
         self.placed, self.lengths, self.micro_batches = work.placed, work.lengths, work.parts
         self.model, self.strategy, self.features = work.placed.model, work.placed.strategy, work.placed.features
         self.work, self.timings, self.crosses = work, timings, crosses
-        self.sequences = work.samples / work.parts  # of one micro-batch
+        self.sequences = work.samples / work.parts  # in one micro-batch
 
     def total_s(self) -> float:
         """The whole call, but one mini-batch of a training."""
@@ -124,7 +124,7 @@ class RankSeconds:
         return frozenset(layer for chunk in chunks for layer in chunk[: recomputed.count(len(chunk))])
 
     def _num_recomputed(self, stage: int, layers: int) -> int:
-        """Of a stage with so many layers."""
+        """How many of a stage's `layers` are recomputed."""
         recomputed = self.features.recomputed
         return recomputed.count(layers) if recomputed.layers is None else len(self.recomputed_layers(stage))
 
@@ -267,7 +267,7 @@ class RankSeconds:
         return self.work.known[key]
 
     def _recomputation_s(self, tokens: float, length: float, recomputation: Recomputation) -> float:
-        """What the backward pass of one layer computes again."""
+        """Seconds that the backward pass of one layer computes again."""
         tp, crosses = self.strategy.tp, self.crosses.tensor
         match recomputation:
             case "full":

@@ -37,7 +37,7 @@ class ModelSizes:
         if stage == 0 or (self.tied and stage == pp - 1):
             total += self.embedding_sharded // tp
         if stage == 0:
-            total += self.embedding_replicated  # of learned positions, which are never tied
+            total += self.embedding_replicated  # learned positions, which are never tied
         if stage == pp - 1:
             total += self.head_sharded // tp + self.head_replicated
         return total

@@ -75,7 +75,7 @@ class Timings:
         return launches + compute + elementwise + reduces * self._reduce(tokens, tp, tp_crosses_nodes)
 
     def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        """What selective recomputation makes again of one layer: all of its forward but products and attention."""
+        """Seconds of selective recomputation of one layer: all of its forward but products and attention."""
         elementwise = tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
         return self.hardware.launch_s(trains=True) + elementwise + 2 * self._reduce(tokens, tp, tp_crosses_nodes)
 
@@ -149,11 +149,11 @@ class Timings:
         return self.hardware.all_reduce_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
 
     def all_gather(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        """Of a vector of `size_bytes` in all: half of a ring all-reduce."""
+        """Seconds for a vector of `size_bytes` in all: half of a ring all-reduce."""
         return self.hardware.all_gather_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
 
     def reduce_scatter(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        """Of a vector of `size_bytes` in all: half of a ring all-reduce."""
+        """Seconds for a vector of `size_bytes` in all: half of a ring all-reduce."""
         return self.hardware.all_gather_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
@@ -318,7 +318,7 @@ class ProfiledTimings(Timings):
         return self._collectives * measured[0].seconds.at(size_bytes)
 
     def under(self, features: EngineFeatures) -> "Timings":
-        """What was measured stays as it is."""
+        """Measured timings stay as they are."""
         return self
 
     @property
@@ -370,7 +370,7 @@ def kv_bytes_per_token_layer(model: DecoderConfig, dtype: DType) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the cost model knows.
+    """The knowledge of the cost model.
 
     `of_models`: the features that the setups of single models choose, by name. `call_factors`: a call's measured over
     its predicted seconds, by name; they scale all options of the call. `seen`: finished runs with calls of a
@@ -446,7 +446,7 @@ def load_costs(
     of_models = {name: own.on(hardware) for name, own in (of_models or {}).items()}
     timings: dict[DecoderConfig, Timings] = {}
     seen: dict[DecoderConfig, tuple[RunTimes, ...]] = {}
-    measured_bytes: list[int] = []  # of communicators
+    measured_bytes: list[int] = []  # measured of communicators
     for model in models.values():
         path = profiles.profile_path(model, dtype, hardware.name, root)
         if not path.is_file():

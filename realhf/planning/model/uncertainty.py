@@ -8,7 +8,7 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
 
-SPREAD = (0.0, 10.0)  # of a logarithm
+SPREAD = (0.0, 10.0)  # limits for a logarithm
 # Where nobody says how sure a description is: a constant within a factor 1.6, a call's time within 1.4, in 90 %
 # of the draws.
 UNSTATED, UNSTATED_ERROR = 0.3, 0.2

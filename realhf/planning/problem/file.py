@@ -105,7 +105,7 @@ def problem_bytes(file: PlannedFile | ProblemFile) -> bytes:
 
 
 def _complaints(file: PlannedFile | ProblemFile) -> Iterator[str]:
-    """What is wrong with a file of whatever version, for people."""
+    """The errors of a file of any version, for people."""
     nodes: list[Any] = [*file.calls, *file.transfers]
     if len(nodes) * file.steps > MAX_INSTANCES:
         sizes = f"steps={file.steps} of {len(nodes)} calls and transfers"

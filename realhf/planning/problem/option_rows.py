@@ -23,7 +23,7 @@ from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
 K = TypeVar("K")
-Numbered = tuple[list[K], list[int]]  # what is distinct, and for every option the number of its own
+Numbered = tuple[list[K], list[int]]  # distinct values, and for every option the number of its value
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Numbering:
         return [Placement(layout) for layout in layouts], rows
 
     def parents(self, node: str) -> list[tuple[str, int]]:
-        """What a node of the graph waits for in the graph."""
+        """The predecessors of a node in the graph."""
         return [(edge.parent, edge.steps_back) for edge in self.task.graph.parents(node)]
 
     def home_call(self, model: str) -> ModelFunctionCallDef:

@@ -10,7 +10,7 @@ from realhf.planning._search import Table
 # The limits of every version of the file, which are those of csrc/search/problem.h.
 MAX_CALLS, MAX_TRANSFERS = 64, 4096
 MAX_INSTANCES = 8192  # calls and transfers x steps
-MOST = 10**18  # of times and bytes
+MOST = 10**18  # largest time, and largest number of bytes
 MAX_DEVICES = 2**20
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]

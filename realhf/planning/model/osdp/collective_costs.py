@@ -35,7 +35,7 @@ class CollectiveCosts:
 
 
 FREE = CollectiveCost(latency_s=0.0, seconds_per_byte=0.0)
-NO_COSTS = CollectiveCosts(all_reduce=FREE, all_gather=FREE, reduce_scatter=FREE)  # of a group of one rank
+NO_COSTS = CollectiveCosts(all_reduce=FREE, all_gather=FREE, reduce_scatter=FREE)  # a group of one rank
 
 
 def fitted(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> CollectiveCost:

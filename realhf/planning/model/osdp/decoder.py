@@ -68,7 +68,7 @@ def decoder_problem(
 
 
 def _active(model: DecoderConfig, spec: ParameterSpec) -> float:
-    """Of a parameter the elements that a token goes through."""
+    """The elements of a parameter that a token goes through."""
     return (model.experts.per_token / model.experts.count if ".experts." in spec.name else 1) * spec.size
 
 

@@ -8,7 +8,7 @@ from realhf.geometry.operators import EMBEDDING
 from realhf.planning.model.osdp.units import Piece, StageUnits
 
 LOOKED_UP = (EMBEDDING, "positions")
-Collective = Callable[[float], float]  # seconds of a vector of so many bytes
+Collective = Callable[[float], float]  # seconds by the bytes of a vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Exchange:
         return replicated_s + self.zero1_s(stage.zero1) + self.micro_batches * self._micro_batch_s(stage)
 
     def zero1_s(self, elements: int) -> float:
-        """Of so many elements as ZeRO-1 has them."""
+        """Seconds to exchange a number of elements as ZeRO-1 does."""
         return self.all_reduce(elements * (self.gradient + self.item) / 2) if elements else 0.0
 
     def sharded_s(self, elements: int, kind: str, part: float, *, recomputed: bool) -> float:
@@ -57,7 +57,7 @@ class Exchange:
         return self.micro_batches * (forward_s + backward_s + again_s + self.reduce_scatter(elements * self.gradient))
 
     def _micro_batch_s(self, stage: StageUnits) -> float:
-        """Of what is sharded."""
+        """Seconds to exchange the sharded units in one micro-batch."""
         sizes = set(stage.gathered)
         gathers = {elements: self.all_gather(elements * self.item) for elements in sizes}
         reduces = {elements: self.reduce_scatter(elements * self.gradient) for elements in sizes}

@@ -16,9 +16,9 @@ from realhf.planning import _search
 from realhf.planning.model.hardware import GIB, Hardware
 from realhf.planning.model.osdp.collective_costs import CollectiveCosts
 
-MOST_SLICES = _search.MOST_SLICES  # of an operator: what the solver takes
+MOST_SLICES = _search.MOST_SLICES  # of an operator, by the solver's limit
 SMALLEST_SLICED_BYTES = 2**20  # smaller operators stay whole: slicing them only adds latency
-MOST_PARTS = 2**61  # of bytes, on one device: what 64 bits hold with room for a sum that is over the limit
+MOST_PARTS = 2**61  # bytes on one device: 64 bits hold this, and a sum that is over the limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ class OsdpPlan:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all devices together."""
+        """Samples a second of all devices together."""
         return self.problem.links.num_devices * self.batch / self.step_s
 
     @property
@@ -338,7 +338,7 @@ def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_se
 
 
 def _remedy(solved: Sequence[tuple[OsdpProblem, "_search.OsdpSolution"]], batch: int) -> str:
-    """What would make an infeasible problem feasible, exactly."""
+    """The exact changes that would make an infeasible problem feasible."""
     problem, found = min(solved, key=lambda entry: entry[1]["smallest_fixed_bytes"])
     fixed = found["smallest_fixed_bytes"]
     smallest = fixed + batch * problem.bytes_per_sample

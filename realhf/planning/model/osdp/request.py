@@ -1,4 +1,4 @@
-"""What `realhf osdp` asks, and the answer: the best modes for the operators of a model."""
+"""The request of `realhf osdp`, and the answer: the best modes for the operators of a model."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -14,8 +14,8 @@ from realhf.geometry.layout import ParallelStrategy, held_layers
 from realhf.geometry.operators import EMBEDDING, HEAD, cut_dim, kind_of, operators, slice_modes
 from realhf.geometry.shards import FlatLayout
 
-Shapes = tuple[tuple[int, ...], ...]  # of an operator's tensors on a device
-Modes = tuple[Mode, ...]  # of an operator's slices
+Shapes = tuple[tuple[int, ...], ...]  # shapes of an operator's tensors on a device
+Modes = tuple[Mode, ...]  # modes of an operator's slices
 
 
 class Piece(NamedTuple):
@@ -45,7 +45,7 @@ class StageUnits:
 
     @cached_property
     def sharded(self) -> int:
-        """Elements of what is sharded, before it is."""
+        """Elements of the sharded tensors, before sharding."""
         return sum(self.gathered)
 
     @property
