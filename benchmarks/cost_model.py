@@ -6,15 +6,14 @@ The baseline of an error is that of a model without fitted constants: the vendor
 costs. The baseline of the speed is ReaL's figure, hundreds of microseconds for one cost.
 """
 
-import importlib.util
 import time
 from pathlib import Path
-from types import ModuleType
 
 from lib.common import case, finish, parse_arguments
 from lib.fit import (
     MeasuredTable,
     Residual,
+    calibration_script,
     load_tables,
     mean_error,
     predict_s,
@@ -51,15 +50,6 @@ def main() -> None:
         results += errors(f"{held_out.name}, whole steps", steps, step_residuals([held_out], peaks(h100)))
     results.append(speed(tables, h100, repeats=20 if arguments.quick else 200))
     finish("cost_model", results, arguments.json)
-
-
-def calibration_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("calibrate", ROOT / "scripts" / "calibrate_cost_model.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def peaks(hardware: Hardware) -> Hardware:

@@ -27,6 +27,7 @@ from realhf.api import (
     inputs,
     model_source,
 )
+from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 
@@ -71,6 +72,13 @@ class PPOExperiment:
     ppo: PPOHyperparameters = SORTING
     data_dir: str = "runs/data"
     evaluate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ppo.importance_correction != "none":
+            raise UserError(
+                f"--ppo.importance-correction {self.ppo.importance_correction} needs the actor's own log-probabilities "
+                "before training, and no call here computes them; leave it out, or add such a call to a copy"
+            )
 
     @property
     def _policy(self) -> ModelSource:

@@ -4,12 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
 
 from realhf.architecture.model import DType
+from realhf.base.code_files import load_code_file
 from realhf.base.files import decode_yaml, read_file
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
 from realhf.dataflow.interface import InterfaceConfig
@@ -25,6 +27,11 @@ _NUDGE = 1e-4  # of a logarithm, for slopes
 _DAMPING, _DAMPING_STEP = 1e-2, 5  # of Levenberg's first step, and what it is changed by
 _SMALL_STEP, _MOST_STEPS = 1e-7, 60  # of logarithms: the end
 _LEAST_VARIANCE = 1e-12
+
+
+def calibration_script() -> ModuleType:
+    """`scripts/calibrate_cost_model.py` as a module."""
+    return load_code_file(Path(__file__).parents[2] / "scripts" / "calibrate_cost_model.py")
 
 
 class MeasuredCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

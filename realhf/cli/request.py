@@ -51,14 +51,12 @@ def _fill_in(arguments: argparse.Namespace) -> None:
         settings = getattr(load_experiment_class(arguments.experiment), SETTINGS_ATTRIBUTE)
     if arguments.launcher is None:
         arguments.launcher = settings.launcher or "local"
-    given = {word.partition("=")[0] for word in arguments.words}
     is_elsewhere = settings.launcher not in (None, arguments.launcher)
-    if is_elsewhere or arguments.resume or given & {"--plan", "--num-workers"}:
+    if is_elsewhere or arguments.resume or "plan" in arguments or "num_workers" in arguments:
         return
-    if settings.nodes is not None and "--nodes" not in given:
-        arguments.nodes = settings.nodes
-    if settings.gpus_per_node is not None and "--gpus-per-node" not in given:
-        arguments.gpus_per_node = settings.gpus_per_node
+    for name, value in (("nodes", settings.nodes), ("gpus_per_node", settings.gpus_per_node)):
+        if value is not None and name not in arguments:
+            setattr(arguments, name, value)
 
 
 def _launcher_of(arguments: argparse.Namespace) -> tuple[type[Launcher], Any]:

@@ -1,5 +1,6 @@
 """The request for a run: its experiment, plan and launcher, and its reactions to failures and drift."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -170,7 +171,7 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
 
     Raises:
         UserError: the file has no such class, or `saved` is of another one.
-        SystemExit: a word is wrong, which is explained on stderr (code 2).
+        SystemExit: a word is wrong, which is explained on stderr (code 2), with the command that lists the fields.
     """
     cls = load_experiment_class(path)
     prog = f"realhf COMMAND {path}"
@@ -181,4 +182,9 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
         )
     start = {} if saved is None else {"default": saved_experiment(saved, cls, path)}
     config = (tyro.conf.AvoidSubcommands,)
-    return ResolvedExperiment(tyro.cli(cls, args=list(words), prog=prog, config=config, add_help=False, **start))
+    try:
+        made = tyro.cli(cls, args=list(words), prog=prog, config=config, add_help=False, **start)
+    except SystemExit:
+        print(f"the fields: realhf run {path} --help-all", file=sys.stderr)
+        raise
+    return ResolvedExperiment(made)

@@ -1,6 +1,5 @@
 """The cost model against published measurements and counts."""
 
-import importlib.util
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from lib.fit import (
     Constant,
     MeasuredTable,
+    calibration_script,
     call_error,
     fit,
     load_tables,
@@ -43,12 +43,7 @@ H100 = load_hardware("h100")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("calibrate", ROOT / "scripts" / "calibrate_cost_model.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return calibration_script()
 
 
 def test_parameter_counts() -> None:

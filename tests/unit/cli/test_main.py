@@ -73,4 +73,6 @@ def test_the_beginning_of_an_option_is_a_field_s_name(command: str, capsys: pyte
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "experiments/sft.py", "--num", "3"])  # not --num-workers
     assert ended.value.code == 2
-    assert "Unrecognized options: --num, 3" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Unrecognized options: --num, 3" in said
+    assert said.endswith("the fields: realhf run experiments/sft.py --help-all\n")

@@ -269,6 +269,10 @@ def test_what_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]
             ["--cluster", "h100-1x8,h200-1x8", "--compare"],
             "several clusters or values of --staleness are compared by their searched plans",
         ),
+        (
+            ["--ppo.importance-correction", "token_mask"],
+            "--ppo.importance-correction token_mask needs the actor's own log-probabilities before training",
+        ),
         (["--hardware", "tpu"], "hardware='tpu' is not known; choose one of "),
         (["--actor", "llama9-7b"], "architecture 'llama9-7b' is not known; choose one of llama2-7b, "),
         (["--actor", "deep"], "deep/config.json: not a config.json: it is nested too deeply; give the config.json of"),
