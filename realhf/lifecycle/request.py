@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from realhf.api.resolved import ResolvedExperiment
+from realhf.api.script.reward import Reward
 from realhf.base.durations import YEAR_S
 from realhf.base.errors import UserError
 from realhf.base.options import Common, Option, Options, check_options
@@ -180,11 +181,22 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
             f"{path} has the experiment {cls.__name__}, the run is one of {saved.experiment_class} in "
             f"{saved.experiment_file}; give that file"
         )
-    start = {} if saved is None else {"default": saved_experiment(saved, cls, path)}
+    before = None if saved is None else saved_experiment(saved, cls, path)
+    start = {} if before is None else {"default": before}
     config = (tyro.conf.AvoidSubcommands,)
     try:
         made = tyro.cli(cls, args=list(words), prog=prog, config=config, add_help=False, **start)
     except SystemExit:
         print(f"the fields: realhf run {path} --help-all", file=sys.stderr)
         raise
-    return ResolvedExperiment(made)
+    return ResolvedExperiment(made if before is None else replace(made, **_rewards_given(made, before)))
+
+
+def _rewards_given(made: Any, before: Any) -> dict[str, Reward]:
+    """Rewards whose functions are given anew: tyro adds a repeated option to its default, which is the saved run's."""
+    found = ((name, value, getattr(before, name)) for name, value in vars(made).items() if isinstance(value, Reward))
+    return {
+        name: replace(now, functions=now.functions[len(was.functions) :])
+        for name, now, was in found
+        if len(now.functions) > len(was.functions)
+    }

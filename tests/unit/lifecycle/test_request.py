@@ -3,15 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from realhf.base.errors import UserError
+from realhf.experiments import ready_file
 from realhf.launch.slurm.launcher import SlurmLauncher
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.lifecycle.new import new_run
-from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
+from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest, experiment_of
 from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
-from realhf.rundir.run import Deadlines
+from realhf.rundir.run import Deadlines, RunSpec
 from tests.unit.lifecycle.requests import request_of
 
 EXPERIMENT, PLAN = "experiments/ppo.py", Path("tests/plans/single.json")
@@ -85,3 +87,22 @@ def test_where_it_runs_may_stand_at_the_experiment(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text.replace("nodes=2", "nodes=0"))
     with pytest.raises(UserError, match=r"@auto: nodes 0 is not from 1 to 4,096"):
         where()
+
+
+def test_a_resumed_run_may_be_given_its_rewards_again(tmp_path: Path) -> None:
+    """An option that may be repeated adds to its default, but not to what the run began with."""
+    words = ("--model", "model", "--data", "data.jsonl", "--reward", "a.py:first", "--reward", "b.py:second=2")
+    path = str(ready_file("grpo"))
+    values = msgspec.to_builtins(experiment_of(path, words).source)
+    saved = RunSpec(
+        experiment_file=path,
+        experiment_class="grpo",
+        values=values,
+        working_directory=str(tmp_path),
+        num_workers=1,
+        devices_per_node=1,
+    )
+    for given in ((), words):
+        assert msgspec.to_builtins(experiment_of(path, given, saved).source) == values
+    other = experiment_of(path, ("--reward", "c.py:third"), saved).source
+    assert other.reward.functions == ("c.py:third",)
