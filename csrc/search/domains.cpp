@@ -88,7 +88,7 @@ Groups::Groups(const Problem& problem, const std::vector<double>& prices)
             for (int source : from[i].numbers) {
                 for (std::size_t j = 0; j < to.size(); ++j) {
                     for (int target : to[j].numbers) {
-                        const Move move = least(transfer, moves.sources[source], moves.targets[target]);
+                        const Move move = least_of(transfer, moves.sources[source], moves.targets[target]);
                         at(from.size() + source, to.size() + target) = move;
                         widen(at(i, to.size() + target), move);
                         widen(at(from.size() + source, j), move);
@@ -100,7 +100,8 @@ Groups::Groups(const Problem& problem, const std::vector<double>& prices)
     }
     for (int size = 1; 2 * size <= problem.num_devices; size *= 2) {
         for (int begin = 0; begin + 2 * size <= problem.num_devices; begin += 2 * size) {
-            if (changes_nothing({begin, size})) exchanges_.push_back({begin, size});
+            const Exchange exchange{begin, begin + size, begin + 2 * size};
+            if (changes_nothing(exchange)) exchanges_.push_back(exchange);
         }
     }
 }
@@ -121,14 +122,14 @@ Outlook Groups::outlook_of(int call, int number) const {
     return outlook;
 }
 
-Outlook Groups::outlook(int call, const Choice& choice) const {
+Outlook Groups::outlook_of(int call, const Choice& choice) const {
     if (choice.level == Level::option) return outlook_of(call, choice.number);
     return (choice.level == Level::size ? sizes_ : meshes_)[call][choice.number].outlook;
 }
 
 Outlook Groups::outlook(int call, const Domain& domain) const {
-    Outlook result = outlook(call, domain.choice(0));
-    for (std::size_t i = 1; i < domain.numbers.size(); ++i) widen(result, outlook(call, domain.choice(i)));
+    Outlook result = outlook_of(call, {domain.level, domain.numbers[0]});
+    for (int number : domain.numbers) widen(result, outlook_of(call, {domain.level, number}));
     return result;
 }
 
@@ -138,9 +139,12 @@ Domain Groups::all(int call) const {
     return domain;
 }
 
-Domain Groups::opened(int call, const Choice& choice) const {
-    if (choice.level == Level::size) return {Level::mesh, sizes_[call][choice.number].numbers};
-    return {Level::option, meshes_[call][choice.number].numbers};
+Domain Groups::opened(int call, const Domain& domain) const {
+    switch (domain.level) {
+        case Level::size: return {Level::mesh, sizes_[call][domain.numbers[0]].numbers};
+        case Level::mesh: return {Level::option, meshes_[call][domain.numbers[0]].numbers};
+        default: return domain;
+    }
 }
 
 std::size_t Groups::unit(int call, const Choice& choice) const {
@@ -148,47 +152,40 @@ std::size_t Groups::unit(int call, const Choice& choice) const {
     return sizes_[call].size() + (choice.level == Level::mesh ? choice.number : mesh_of_[call][choice.number]);
 }
 
-Move Groups::least(int transfer, const Choice& source, const Choice& target) const {
+Move Groups::least_of(int transfer, const Choice& source, const Choice& target) const {
     const Transfer& t = problem_.transfers[transfer];
     const Moves& moves = moves_[transfer];
     const std::size_t columns = sizes_[t.target].size() + meshes_[t.target].size();
     const Move& between = moves.between[unit(t.source, source) * columns + unit(t.target, target)];
     if (source.level == Level::option && target.level != Level::size) {
-        return target.level == Level::option ? least(t, {source.number}, {target.number})
-                                             : least(t, {source.number}, moves.targets[target.number]);
+        return target.level == Level::option ? least_of(t, {source.number}, {target.number})
+                                             : least_of(t, {source.number}, moves.targets[target.number]);
     }
     if (target.level == Level::option && source.level == Level::mesh) {
-        return least(t, moves.sources[source.number], {target.number});
+        return least_of(t, moves.sources[source.number], {target.number});
     }
     return between;
 }
 
 // Options of a mesh count as the mesh as long as there are several.
-Choice Groups::coarse(int call, const Domain& domain, std::size_t i) const {
-    if (domain.level != Level::option || domain.numbers.size() == 1) return domain.choice(i);
+Groups::Choice Groups::coarse(int call, const Domain& domain, std::size_t i) const {
+    if (domain.level != Level::option || domain.numbers.size() == 1) return {domain.level, domain.numbers[i]};
     return {Level::mesh, mesh_of_[call][domain.numbers[0]]};
 }
 
-Move Groups::least(int transfer, const Choice& source, const Domain& target) const {
-    const int call = problem_.transfers[transfer].target;
-    const std::size_t different = target.level == Level::option ? 1 : target.numbers.size();
-    Move result = least(transfer, source, coarse(call, target, 0));
-    for (std::size_t i = 1; i < different; ++i) widen(result, least(transfer, source, coarse(call, target, i)));
+Move Groups::least(int transfer, const Domain& source, const Domain& target) const {
+    const auto num_different = [](const Domain& each) { return each.level == Level::option ? 1 : each.numbers.size(); };
+    const int from = problem_.transfers[transfer].source, to = problem_.transfers[transfer].target;
+    Move result{kInfinity, kInfinity, kInfinity};
+    for (std::size_t i = 0; i < num_different(source); ++i) {
+        for (std::size_t j = 0; j < num_different(target); ++j) {
+            widen(result, least_of(transfer, coarse(from, source, i), coarse(to, target, j)));
+        }
+    }
     return result;
 }
 
-template <typename Chosen>
-Move Groups::least(int transfer, const Domain& source, const Chosen& target) const {
-    const int call = problem_.transfers[transfer].source;
-    const std::size_t different = source.level == Level::option ? 1 : source.numbers.size();
-    Move result = least(transfer, coarse(call, source, 0), target);
-    for (std::size_t i = 1; i < different; ++i) widen(result, least(transfer, coarse(call, source, i), target));
-    return result;
-}
-template Move Groups::least(int, const Domain&, const Choice&) const;
-template Move Groups::least(int, const Domain&, const Domain&) const;
-
-Move Groups::least(const Transfer& transfer, const std::vector<int>& sources, const std::vector<int>& targets) const {
+Move Groups::least_of(const Transfer& transfer, const std::vector<int>& sources, const std::vector<int>& targets) const {
     const std::vector<Option>&from = problem_.calls[transfer.source].options, &to = problem_.calls[transfer.target].options;
     Move move{kInfinity, kInfinity, kInfinity};
     for (int source : sources) {
@@ -235,7 +232,7 @@ std::vector<double> Groups::signature(int call, int option) const {
 }
 
 bool Groups::changes_nothing(const Exchange& exchange) const {
-    const int begin = exchange.begin, middle = begin + exchange.size, end = middle + exchange.size;
+    const auto [begin, middle, end] = exchange;
     for (int call = 0; call < static_cast<int>(meshes_.size()); ++call) {
         const auto signatures = [&](int first, int size) {
             std::vector<std::vector<double>> result;
@@ -249,11 +246,11 @@ bool Groups::changes_nothing(const Exchange& exchange) const {
         };
         for (const Members& members : meshes_[call]) {
             const int first = members.outlook.last_begin, size = members.outlook.size;
-            if (first + size <= begin || first >= end || (first <= begin && first + size >= end)) continue;
+            if (exchange.keeps(first, first + size)) continue;
             const bool in_left = first >= begin && first + size <= middle;
             const bool in_right = first >= middle && first + size <= end;
             if (!in_left && !in_right) return false;
-            const int image = in_left ? first + exchange.size : first - exchange.size;
+            const int image = in_left ? first + (middle - begin) : first - (middle - begin);
             if (signatures(first, size) != signatures(image, size)) return false;
         }
     }
@@ -263,14 +260,12 @@ bool Groups::changes_nothing(const Exchange& exchange) const {
 bool Groups::is_mirrored(int call, int mesh, const std::vector<Domain>& domains) const {
     const int first = meshes_[call][mesh].outlook.last_begin, size = meshes_[call][mesh].outlook.size;
     for (const Exchange& exchange : exchanges_) {
-        const int begin = exchange.begin, middle = begin + exchange.size, end = middle + exchange.size;
-        if (first < middle || first + size > end) continue;  // the exchange does not bring it forward
+        if (first < exchange.middle || first + size > exchange.end) continue;  // it does not bring the mesh forward
         bool keeps_placed = true;
         for (int other = 0; other < static_cast<int>(domains.size()) && keeps_placed; ++other) {
             if (other == call || domains[other].level != Level::option) continue;
             const Option& placed = problem_.calls[other].options[domains[other].numbers.front()];
-            const int from = placed.first, to = from + placed.size;
-            keeps_placed = to <= begin || from >= end || (from <= begin && to >= end);
+            keeps_placed = exchange.keeps(placed.first, placed.first + placed.size);
         }
         if (keeps_placed) return true;
     }

@@ -24,14 +24,9 @@ constexpr std::int64_t kAttemptGrowth = 8;
 constexpr double kLeastPart = 1.0 / 64;  // of the gap
 constexpr double kNegligible = 1e-4;    // of a step: transfers that take less are not looked at
 constexpr double kLastGap = 0.004;       // which is closed at once, if it can be
+constexpr double kSlack = 1e-9;          // relative difference below which two makespans are the same
 
 using State = std::vector<Domain>;  // [calls]
-
-std::vector<double> prices_of(const Problem& problem, double step) {
-    std::vector<double> prices;
-    for (int k = 0; k < kPrices; ++k) prices.push_back(std::ldexp(step / problem.device_memory_bytes, -k));
-    return prices;
-}
 
 bool all_times_are_whole(const Problem& problem) {
     const auto is_whole = [](double time) { return time == std::floor(time) && time < 0x1.0p40; };
@@ -45,15 +40,25 @@ bool all_times_are_whole(const Problem& problem) {
     return whole;
 }
 
-// What the threads of one proof share.
+// Prices of memory where a step takes about `step`.
+std::vector<double> prices_of(const Problem& problem, double step) {
+    std::vector<double> prices;
+    for (int k = 0; k < kPrices; ++k) prices.push_back(std::ldexp(step / problem.device_memory_bytes, -k));
+    return prices;
+}
+
+// What the threads of one proof share. Prices, and what is negligible, are relative to `step`: about what a step takes.
 struct Shared {
+    Shared(const Problem& problem, const ExactLimits& limits, Incumbent& incumbent, double step)
+        : problem(problem), limits(limits), incumbent(incumbent), prices(prices_of(problem, step)),
+          segments(segments_of(problem, kNegligible * step)), groups(problem, prices), is_whole(all_times_are_whole(problem)) {}
+
     const Problem& problem;
-    const Groups& groups;
-    const std::vector<Segment>& segments;
-    const std::vector<double>& prices;
     const ExactLimits& limits;
     Incumbent& incumbent;
-    const double slack;  // relative difference below which two makespans are the same, or less than 1 where all are whole
+    const std::vector<double> prices;
+    const std::vector<Segment> segments;
+    const Groups groups;
     const bool is_whole;
     std::atomic<double> target{kInfinity};  // looking for a makespan below
     std::atomic<std::int64_t> bounds{0};
@@ -75,7 +80,7 @@ struct Shared {
 
     double limit() const {
         const double below = std::min(target.load(std::memory_order_relaxed), incumbent.cost() * problem.steps);
-        return is_whole ? below - 0.5 : below * (1 - slack);
+        return is_whole ? below - 0.5 : below * (1 - kSlack);
     }
 };
 
@@ -92,34 +97,59 @@ public:
 
     const Counts& counts() const { return counts_; }
 
+    // The bound on all plans of a state.
+    double bound_of(const State& state, double limit) {
+        look_at(state);
+        return bound_(outlooks_, moves_, limit);
+    }
+
     // Takes from every domain what a bound excludes, until nothing changes; false if a domain becomes empty.
     bool filter(State& state) {
-        if (!look(state)) return false;
+        look_at(state);
+        if (bound() > shared_.limit()) return false;
         for (int call = 0, unchanged = 0; unchanged < num_calls_; call = (call + 1) % num_calls_) {
             ++unchanged;
             if (shared_.is_over()) return true;
             Domain& domain = state[call];
             if (domain.is_settled()) continue;
-            std::vector<int> kept;
-            for (std::size_t i = 0; i < domain.numbers.size(); ++i) {
-                look_at(state, call, domain.choice(i));
-                if (bound() <= shared_.limit()) kept.push_back(domain.numbers[i]);
+            Domain kept{domain.level, {}};
+            for (int number : domain.numbers) {
+                look_at(state, call, domain.only(number));
+                if (bound() <= shared_.limit()) kept.numbers.push_back(number);
             }
-            if (kept.empty()) return false;
-            const bool opens = kept.size() == 1 && domain.level != Level::option;
-            const bool changed = opens || kept.size() != domain.numbers.size();
-            if (opens) {
-                domain = groups_.opened(call, {domain.level, kept.front()});
-            } else {
-                domain.numbers = std::move(kept);
-            }
+            if (kept.numbers.empty()) return false;
+            const bool opens = kept.numbers.size() == 1 && domain.level != Level::option;
+            const bool changed = opens || kept.numbers.size() != domain.numbers.size();
+            domain = opens ? groups_.opened(call, kept) : std::move(kept);
             if (changed) unchanged = 0;
-            settle(state, call);
+            look_at(state, call, domain);
             if (changed && bound() > shared_.limit()) return false;
         }
         return true;
     }
 
+    // Filters a state, and returns a call with what can be chosen for it. Where everything is chosen, the plan is tried:
+    // nothing is left to choose.
+    std::pair<int, std::vector<Domain>> branch(State& state) {
+        if (!filter(state) || shared_.is_over()) return {};
+        const int call = branching_call(state);
+        if (call >= 0) return {call, branches(state, call)};
+        try_plan(state);
+        return {};
+    }
+
+    void search(State state) {
+        if (shared_.is_over()) return;
+        const auto [call, choices] = branch(state);
+        for (const Domain& choice : choices) {
+            if (shared_.is_over()) return;
+            State next = state;
+            next[call] = choice;
+            search(std::move(next));
+        }
+    }
+
+private:
     // Where to branch next: sizes before meshes before options, few choices before many. -1: everything is chosen.
     int branching_call(const State& state) const {
         int best = -1;
@@ -134,40 +164,21 @@ public:
     }
 
     // The choices of a call, the one with the lowest bound first, and of those that mirror one another only one.
-    std::vector<Choice> branches(const State& state, int call) {
-        std::vector<std::pair<double, Choice>> rated;
-        if (!look(state)) return {};
-        for (std::size_t i = 0; i < state[call].numbers.size(); ++i) {
-            const Choice choice = state[call].choice(i);
-            if (choice.level == Level::mesh && groups_.is_mirrored(call, choice.number, state)) continue;
+    std::vector<Domain> branches(const State& state, int call) {
+        std::vector<std::pair<double, Domain>> rated;
+        look_at(state);
+        if (bound() > shared_.limit()) return {};
+        for (int number : state[call].numbers) {
+            if (state[call].level == Level::mesh && groups_.is_mirrored(call, number, state)) continue;
+            const Domain choice = state[call].only(number);
             look_at(state, call, choice);
             const double bound = this->bound();
-            if (bound <= shared_.limit()) rated.emplace_back(bound, choice);
+            if (bound <= shared_.limit()) rated.emplace_back(bound, groups_.opened(call, choice));
         }
         std::stable_sort(rated.begin(), rated.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-        std::vector<Choice> result;
-        for (const auto& [_, choice] : rated) result.push_back(choice);
+        std::vector<Domain> result;
+        for (auto& [_, choice] : rated) result.push_back(std::move(choice));
         return result;
-    }
-
-    void choose(State& state, int call, const Choice& choice) const {
-        if (choice.level == Level::option) {
-            state[call].numbers = {choice.number};
-        } else {
-            state[call] = groups_.opened(call, choice);
-        }
-    }
-
-    void search(State state) {
-        if (shared_.is_over() || !filter(state) || shared_.is_over()) return;
-        const int call = branching_call(state);
-        if (call < 0) return try_plan(state);
-        for (const Choice& choice : branches(state, call)) {
-            if (shared_.is_over()) return;
-            State next = state;
-            choose(next, call, choice);
-            search(std::move(next));
-        }
     }
 
     void try_plan(const State& state) {
@@ -180,46 +191,19 @@ public:
         if (makespan < limit) shared_.incumbent.offer(plan, true, makespan / shared_.problem.steps);
     }
 
-    // The bound on all plans of a state, with nothing excluded.
-    double root_bound(const State& state) {
-        settle_all(state);
-        return bound_(outlooks_, moves_, kInfinity);
+    // What is known under a state: of all calls and transfers, or of a call with one of its choices and of what is moved
+    // to and from it.
+    void look_at(const State& state) {
+        for (int call = 0; call < num_calls_; ++call) look_at(state, call, state[call]);
     }
 
-private:
-    // What is known of a call, and of what is moved to and from it, under a state; with one of its choices.
-    void settle(const State& state, int call) {
-        outlooks_[call] = groups_.outlook(call, state[call]);
-        find_moves(state, call, state[call]);
-    }
-
-    void look_at(const State& state, int call, const Choice& choice) {
-        outlooks_[call] = groups_.outlook(call, choice);
-        find_moves(state, call, choice);
-    }
-
-    template <typename Chosen>
-    void find_moves(const State& state, int call, const Chosen& chosen) {
+    void look_at(const State& state, int call, const Domain& chosen) {
+        outlooks_[call] = groups_.outlook(call, chosen);
+        const auto domain_of = [&](int other) -> const Domain& { return other == call ? chosen : state[other]; };
         for (int i : groups_.transfers_of(call)) {
             const Transfer& transfer = shared_.problem.transfers[i];
-            if (transfer.source == transfer.target) {
-                moves_[i] = groups_.least(i, chosen, chosen);
-            } else if (transfer.source == call) {
-                moves_[i] = groups_.least(i, chosen, state[transfer.target]);
-            } else {
-                moves_[i] = groups_.least(i, state[transfer.source], chosen);
-            }
+            moves_[i] = groups_.least(i, domain_of(transfer.source), domain_of(transfer.target));
         }
-    }
-
-    void settle_all(const State& state) {
-        for (int call = 0; call < num_calls_; ++call) settle(state, call);
-    }
-
-    // Looks at a whole state; false if its bound is above the limit.
-    bool look(const State& state) {
-        settle_all(state);
-        return bound() <= shared_.limit();
     }
 
     double bound() {
@@ -243,23 +227,17 @@ private:
 
 // Splits a state into parts that threads can take one after the other.
 std::vector<State> split(Worker& worker, const State& root, std::size_t wanted, const Shared& shared) {
-    std::vector<State> open = {root}, closed;
-    while (!open.empty() && open.size() + closed.size() < wanted && !shared.is_over()) {
+    std::vector<State> open = {root};
+    while (!open.empty() && open.size() < wanted && !shared.is_over()) {
         State state = std::move(open.front());
         open.erase(open.begin());
-        if (!worker.filter(state)) continue;
-        const int call = worker.branching_call(state);
-        if (call < 0) {
-            worker.try_plan(state);
-            continue;
-        }
-        for (const Choice& choice : worker.branches(state, call)) {
+        const auto [call, choices] = worker.branch(state);
+        for (const Domain& choice : choices) {
             open.push_back(state);
-            worker.choose(open.back(), call, choice);
+            open.back()[call] = choice;
         }
     }
-    closed.insert(closed.end(), open.begin(), open.end());
-    return closed;
+    return open;
 }
 
 // Looks for a plan below the target everywhere; true if everything was looked at.
@@ -282,37 +260,24 @@ bool exhaust(Shared& shared, std::vector<Worker>& workers, State& root) {
 }  // namespace
 
 double lower_bound(const Problem& problem, const Plan& chosen, double limit) {
-    const double step = std::isfinite(limit) ? limit : 1;
-    const std::vector<double> prices = prices_of(problem, step);
-    const std::vector<Segment> segments = segments_of(problem, kNegligible * step);
-    const Groups groups(problem, prices);
+    const ExactLimits none;
+    Incumbent unknown;
+    Shared shared(problem, none, unknown, std::isfinite(limit) ? limit : 1);
     State state;
-    std::vector<Outlook> outlooks;
-    std::vector<Move> moves;
     for (std::size_t call = 0; call < chosen.size(); ++call) {
-        state.push_back(chosen[call] < 0 ? groups.all(call) : Domain{Level::option, {chosen[call]}});
-        outlooks.push_back(groups.outlook(call, state[call]));
+        state.push_back(chosen[call] < 0 ? shared.groups.all(call) : Domain{Level::option, {chosen[call]}});
     }
-    for (std::size_t i = 0; i < problem.transfers.size(); ++i) {
-        const Domain &source = state[problem.transfers[i].source], &target = state[problem.transfers[i].target];
-        moves.push_back(groups.least(i, source, target));
-    }
-    return Bound(problem, segments, prices)(outlooks, moves, limit * problem.steps) / problem.steps;
+    return Worker(shared).bound_of(state, limit * problem.steps) / problem.steps;
 }
 
 Certificate prove(const Problem& problem, const ExactLimits& limits, Incumbent& incumbent) {
-    // Prices, and what is negligible, are relative to the plan that is known.
-    const double step = std::isfinite(incumbent.cost()) ? incumbent.cost() : 1;
-    const std::vector<double> prices = prices_of(problem, step);
-    const std::vector<Segment> segments = segments_of(problem, kNegligible * step);
-    const Groups groups(problem, prices);
-    Shared shared{problem, groups, segments, prices, limits, incumbent, 1e-9, all_times_are_whole(problem)};
+    Shared shared(problem, limits, incumbent, std::isfinite(incumbent.cost()) ? incumbent.cost() : 1);
     std::vector<Worker> workers;
     for (int i = 0; i < std::max(1, limits.threads); ++i) workers.emplace_back(shared);
 
     State whole;
-    for (int call = 0; call < static_cast<int>(problem.calls.size()); ++call) whole.push_back(groups.all(call));
-    double lower = workers[0].root_bound(whole);
+    for (int call = 0; call < static_cast<int>(problem.calls.size()); ++call) whole.push_back(shared.groups.all(call));
+    double lower = workers[0].bound_of(whole, kInfinity);
     bool proven = false;
     std::int64_t allowed = kFirstAttempt;
     double part = 0.5;
@@ -342,7 +307,7 @@ Certificate prove(const Problem& problem, const ExactLimits& limits, Incumbent& 
     }
     const double best = incumbent.cost() * problem.steps;
     // Two makespans that differ by less than the slack were not told apart.
-    if (!shared.is_whole) lower *= 1 - 2 * shared.slack;
+    if (!shared.is_whole) lower *= 1 - 2 * kSlack;
     if (shared.is_whole && lower < kInfinity) lower = std::ceil(lower - 1e-6 * std::max(1.0, lower * 1e-9));
     Certificate certificate{std::min(lower, best), proven || lower >= best, {}};
     for (const Worker& worker : workers) certificate.counts.add(worker.counts());

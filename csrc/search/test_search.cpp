@@ -244,7 +244,7 @@ void bounds_are_those_worked_out_by_hand() {
     Bound bound(problem, parts, prices);
     const auto bound_of = [&](const std::vector<int>& options, double limit = 1e9) {
         std::vector<Outlook> outlooks;
-        for (int call = 0; call < 3; ++call) outlooks.push_back(groups.outlook(call, {Level::option, options[call]}));
+        for (int call = 0; call < 3; ++call) outlooks.push_back(groups.outlook(call, {Level::option, {options[call]}}));
         return bound(outlooks, {}, limit);
     };
     const auto is = [](double a, double b) { return std::abs(a - b) < 1e-9; };
@@ -266,8 +266,8 @@ void bounds_are_those_worked_out_by_hand() {
     problem.calls[0].options[0].static_bytes = 60;
     problem.calls[1].options[0].dynamic_bytes = 50;
     const Groups tight(problem, prices);
-    const std::vector<Outlook> both = {tight.outlook(0, {Level::option, 0}), tight.outlook(1, {Level::option, 0}),
-                                       tight.outlook(2, {Level::option, 0})};
+    const std::vector<Outlook> both = {tight.outlook(0, {Level::option, {0}}), tight.outlook(1, {Level::option, {0}}),
+                                       tight.outlook(2, {Level::option, {0}})};
     CHECK(std::isinf(bound(both, {}, 1e9)));
 }
 
