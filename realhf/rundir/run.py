@@ -41,6 +41,7 @@ DRIFT = "measured times that leave the plan's predictions"
 _checkpoint = partial(Option, group=CHECKPOINTS)
 _record = partial(Option, group=RECORDS)
 _limit = partial(Option, group="deadlines and network")
+_seconds = partial(_limit, metavar="S", range=(0.001, YEAR_S), unit="seconds")
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             unit="steps",
         ),
     ] = 100
-    call_timeout_s: Annotated[
-        float,
-        _limit(
-            "how long every call may take, whatever was predicted", metavar="S", range=(0.001, YEAR_S), unit="seconds"
-        ),
-    ] = Deadlines.floor_s
+    call_timeout_s: Annotated[float, _seconds("how long every call may take, whatever was predicted")] = (
+        Deadlines.floor_s
+    )
     deadline_factor: Annotated[
         float,
         _limit(
@@ -158,17 +156,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             unit="times the prediction",
         ),
     ] = Deadlines.factor
-    setup_timeout_s: Annotated[
-        float, _limit("longest the start may take", metavar="S", range=(0.001, YEAR_S), unit="seconds")
-    ] = 300.0
+    setup_timeout_s: Annotated[float, _seconds("longest the start may take")] = 300.0
     master_timeout_s: Annotated[
-        float,
-        _limit(
-            "how long the master may be silent until a worker ends by itself",
-            metavar="S",
-            range=(1, YEAR_S),
-            unit="seconds",
-        ),
+        float, _seconds("how long the master may be silent until a worker ends by itself", range=(1, YEAR_S))
     ] = 90.0
     network_interface: Annotated[
         str | None, _limit("interface of the master, gloo and NCCL (default: loopback on one machine)", metavar="NAME")

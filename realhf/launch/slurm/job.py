@@ -1,5 +1,7 @@
 """One SLURM job: submitted, waited for, and ended."""
 
+import base64
+import binascii
 import contextlib
 import math
 import re
@@ -12,7 +14,6 @@ from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
 from realhf.launch.process import Job
 from realhf.launch.slurm.commands import slurm_command
 from realhf.launch.slurm.offer import ask
-from realhf.launch.slurm.reasons import cannot_run
 from realhf.launch.slurm.refusal import refusal, unmet
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.launch.slurm.state import JobState, job_state
@@ -21,6 +22,7 @@ from realhf.rundir.paths import MASTER
 from realhf.rundir.starts import current_start
 from realhf.rundir.status import known_status
 
+_ON_ALL = "all nodes of the job must see it at the same path"
 # Reasons for which a job pends until somebody changes it or the cluster; and one that may also be of the moment.
 _NEVER = re.compile(
     r"Partition(Node|Time)Limit|BadConstraints|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
@@ -38,9 +40,9 @@ _KILL_S = 300.0
 class SubmittedJob:
     """A job in SLURM's queue, present or past. Works with and without SLURM's accounting.
 
-    A process leaves its exit code in a file (`script.py`); without one, as after a node's failure, the job's state
-    counts. A job that SLURM starts once more goes on: only its last start has ends to tell. Construction submits it,
-    unless `job_id` names one that was submitted; it raises UserError where SLURM refuses, or there is no SLURM.
+    A process leaves its exit code in a file (`job.sbatch.jinja`); without one, as after a node's failure, the job's
+    state counts. A job that SLURM starts once more goes on: only its last start has ends to tell. Construction submits
+    it, unless `job_id` names one that was submitted; it raises UserError where SLURM refuses, or there is no SLURM.
     """
 
     def __init__(self, options: SlurmOptions, job: Job, job_id: str = "") -> None:
@@ -210,3 +212,28 @@ def _code_in(path: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(read_text(path))
     return None
+
+
+def cannot_run(comment: str, job: Job) -> str:
+    """Why a job cannot run on its nodes, for the user, as its batch script leaves it in the job's comment (`stop`); ""
+    where the comment tells no reason."""
+    kind, _, code = comment.partition(":")
+    try:
+        what = base64.b64decode(code).decode(errors="replace").strip()
+    except binascii.Error:
+        return ""
+    match kind:
+        case "realhf-directory":
+            return (
+                f"the run directory {job.directory.path} is not there on {what}; {_ON_ALL}: give --run-dir on a file "
+                "system that they share"
+            )
+        case "realhf-interpreter":
+            return (
+                f"the program {job.workers[0].argv[0]} is not there on {what}; {_ON_ALL}: install realhf on a file "
+                "system that they share, and run it from there"
+            )
+        case "realhf-setup":
+            return f"--setup-line {what!r} failed on its first node; try it on a node (srun --pty bash)"
+        case _:
+            return ""

@@ -1,7 +1,6 @@
 """A run as one job of a SLURM cluster. SLURM says which nodes can be used."""
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +8,14 @@ from pathlib import Path
 from realhf.base.errors import UserError
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job
-from realhf.launch.slurm.array import ARRAY_SCRIPT, array_text
 from realhf.launch.slurm.commands import slurm_command
 from realhf.launch.slurm.defaults import with_environment
 from realhf.launch.slurm.job import SubmittedJob
 from realhf.launch.slurm.offer import Offer, ask
 from realhf.launch.slurm.refusal import unknown_names
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
-from realhf.launch.slurm.submission import submit_script, write_script
+from realhf.launch.slurm.state import job_state
+from realhf.launch.slurm.submission import array_text, submit_script, write_script
 
 # States of a node that takes jobs, now or when the ones before have ended. Whatever else is shown counts as lost.
 _USABLE = frozenset({"idle", "mixed", "allocated", "completing", "planned", "reserved"})
@@ -57,7 +56,7 @@ class SlurmLauncher(Launcher):
         """As an array, whose script lies in `folder`."""
         options = self._options_of(jobs[0])
         texts = [write_script(options, job) for job in jobs]
-        script = folder / ARRAY_SCRIPT
+        script = folder / "array.sbatch"
         script.write_text(array_text(texts, [job.directory.script for job in jobs], at_most))
         array = submit_script(script, options, jobs[0])
         return [f"{array}_{task}" for task in range(len(jobs))]
@@ -115,11 +114,8 @@ class SlurmLauncher(Launcher):
 
     def _nodes(self) -> list[str]:
         """The nodes of the last job in the order of its tasks; [] where SLURM has forgotten it."""
-        if self._submitted is None:
-            return []
-        shown = slurm_command("scontrol", "show", "job", "--oneliner", self._submitted.id)
-        found = re.search(r"\bNodeList=(\S+)", shown.stdout) if shown.returncode == 0 else None
-        return _expand(found[1]) if found and found[1] != "(null)" else []
+        state = job_state(self._submitted.id)[0] if self._submitted else None
+        return _expand(state.nodes) if state and state.nodes else []
 
     def _usable_nodes(self) -> list[str] | None:
         """The nodes that take jobs, of those that may be asked for; None if SLURM does not answer."""

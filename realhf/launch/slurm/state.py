@@ -19,7 +19,7 @@ class JobState:
     """`name` is "" where the controller has forgotten the job; it does so some minutes after its end.
 
     `reason`: why it waits. `restarts`: how often SLURM has started it once more. `exit_code` as SLURM writes it, "3:0".
-    `comment`: the message that the batch script has left (`reasons.py`).
+    `comment`: the message that the batch script has left (`cannot_run` in `job.py`).
     """
 
     name: str

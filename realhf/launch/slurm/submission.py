@@ -10,7 +10,7 @@ from realhf.launch.process import Job
 from realhf.launch.slurm.commands import output_of, slurm_command
 from realhf.launch.slurm.offer import ask
 from realhf.launch.slurm.refusal import refusal
-from realhf.launch.slurm.script import SlurmOptions, sbatch_text
+from realhf.launch.slurm.script import SlurmOptions, rendered, sbatch_text
 
 # `--parsable` prints "17" or "17;cluster" on a line of its own; wrappers of sbatch print more, or drop the option.
 _NUMBER = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S*)?(?: on cluster \S+)?")
@@ -34,6 +34,21 @@ def write_script(options: SlurmOptions, job: Job) -> str:
     text = sbatch_text(options, job)
     job.directory.script.write_text(text)
     return text
+
+
+def array_text(texts: Sequence[str], scripts: Sequence[Path], at_most: int | None = None) -> str:
+    """Task K runs `scripts[K]`, whose text is `texts[K]`; `at_most` tasks at a time. Raises UserError where the jobs
+    ask SLURM for different things: the tasks of an array do not."""
+    headers = [[line for line in text.splitlines() if line.startswith("#SBATCH ")] for text in texts]
+    for header, script in zip(headers, scripts, strict=True):
+        if other := sorted({*header} ^ {*headers[0]}):
+            raise UserError(
+                f"the runs of an array have one size, and {script.parent.parent.name} differs from "
+                f"{scripts[0].parent.parent.name}: {', '.join(other)}; start them by themselves"
+            )
+    limit = f"%{at_most}" if at_most else ""
+    header = [*headers[0], f"#SBATCH --array=0-{len(scripts) - 1}{limit}"]
+    return rendered("array.sbatch.jinja", header=header, scripts=scripts)
 
 
 def submit_script(script: Path, options: SlurmOptions, job: Job) -> str:

@@ -10,6 +10,7 @@ from realhf.base.errors import UserError
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm import launcher as launcher_module
 from realhf.launch.slurm import offer as offer_module
+from realhf.launch.slurm import state as state_module
 from realhf.launch.slurm.launcher import SlurmLauncher, read_nodes, without_nodes
 from realhf.launch.slurm.offer import Nodes, Offer, ask, read_accounting
 from realhf.launch.slurm.offer import read_nodes as read_partitions
@@ -41,7 +42,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, **texts: str) -> list[tuple[str, ..
         key = "hostnames" if "hostnames" in words else "qos" if "name,maxwall" in words[-1] else words[0]
         return subprocess.CompletedProcess(words, 0 if key in texts else 1, texts.get(key, ""), "")
 
-    for module in (launcher_module, offer_module):
+    for module in (launcher_module, offer_module, state_module):
         monkeypatch.setattr(module, "slurm_command", command)
     return called
 
@@ -96,7 +97,7 @@ def test_an_array_runs_the_script_of_each_of_its_jobs(monkeypatch: pytest.Monkey
 
 def test_room_and_lost_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = "n1 idle main*\nn2 down main*\nn3 mixed main*\nn4 idle other\n"
-    shown = "JobId=17 NodeList=n[1-2] "
+    shown = "JobId=17 JobState=FAILED NodeList=n[1-2] "
     called = answers(monkeypatch, sinfo=rows, scontrol=shown, hostnames="n1\nn2\n")
     monkeypatch.setattr(launcher_module, "SubmittedJob", lambda options, job: type("Submitted", (), {"id": "17"}))
     launcher = SlurmLauncher(SlurmOptions(cpu_only=True))
@@ -121,7 +122,11 @@ def test_room_and_lost_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert launcher.room(frozenset()) == 6  # there is no default partition
     answers(monkeypatch, scontrol=shown, hostnames="n1\nn2\n")  # sinfo does not answer
     assert (launcher.room(frozenset()), launcher.lost()) == (6, frozenset())
-    for texts in ({"scontrol": "JobId=17 NodeList=(null) "}, {"hostnames": "n1"}, {"scontrol": "JobId=17 "}):
+    for texts in (
+        {"scontrol": "JobState=PENDING NodeList=(null) "},
+        {"hostnames": "n1"},
+        {"scontrol": "JobState=PENDING "},
+    ):
         answers(monkeypatch, **texts)
         assert launcher.place(0) is None
     launcher.leave()

@@ -11,9 +11,9 @@ import pytest
 from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.launch.process import Job, ProcessSpec
-from realhf.launch.slurm.array import array_text
 from realhf.launch.slurm.defaults import with_environment
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
+from realhf.launch.slurm.submission import array_text
 from realhf.rundir.paths import RunDirectory, worker_name
 
 FOLDER = Path(__file__).parent

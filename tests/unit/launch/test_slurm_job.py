@@ -15,9 +15,8 @@ from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm import job as job_module
 from realhf.launch.slurm import submission
-from realhf.launch.slurm.job import SubmittedJob
+from realhf.launch.slurm.job import SubmittedJob, cannot_run
 from realhf.launch.slurm.offer import Nodes, Offer
-from realhf.launch.slurm.reasons import cannot_run
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.launch.slurm.state import JobState
 from realhf.rundir.paths import RunDirectory
