@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from importlib.machinery import SOURCE_SUFFIXES, SourceFileLoader
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, ModuleType
 
 from realhf.base.errors import UserError
@@ -67,9 +68,5 @@ def _line_in(file: Path, error: Exception) -> str:
     """`:LINE` of the deepest place in `file` that `error` came from, or nothing."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f":{error.lineno}"
-    trace, line = error.__traceback__, ""
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(file):
-            line = f":{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == str(file)]
+    return f":{lines[-1]}" if lines else ""

@@ -70,10 +70,6 @@ class OptionField:
         """The name of its value among the parsed arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
 
-    @property
-    def takes_value(self) -> bool:
-        return self.type is not bool
-
 
 @cache
 def options_in(of: type) -> Mapping[str, OptionField]:
@@ -109,7 +105,7 @@ def declarations(of: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 def flags(of: type) -> dict[str, bool]:
     """Whether the option takes a value, by the name that it has on the command line."""
-    return {one.flag: one.takes_value for one in options_in(of).values()}
+    return {one.flag: one.type is not bool for one in options_in(of).values()}
 
 
 def check_options(of: type, values: Mapping[str, Any], where: str | None = None) -> None:

@@ -14,7 +14,7 @@ from realhf.base.errors import RunError, UserError
 from realhf.cli.request import request_of_words
 from realhf.launch.process import AGAIN_ENDED
 from realhf.lifecycle import again
-from realhf.lifecycle.controller import note_start, note_stopped
+from realhf.lifecycle.controller import note_end, note_start
 from realhf.lifecycle.new import fill, new_run
 from realhf.lifecycle.unplanned import note_unplanned
 from realhf.rundir.ending import requested_end
@@ -43,7 +43,7 @@ def plan_here(directory: RunDirectory) -> bool:
         run = new_run(request)
         asked = requested_end(directory.stop)
         if asked is not None and asked.reason == "asked":
-            note_stopped(directory, run.experiment.steps)
+            note_end(directory, run.experiment.steps)
             return False
         if asked is not None:
             raise RunError("the job was about to end before its run had begun; give a longer --time-limit")

@@ -11,7 +11,7 @@ from realhf.base.numbers import check_range
 from realhf.cli.output import wide_output
 from realhf.launch.slurm.commands import slurm_command
 from realhf.launch.slurm.state import job_state
-from realhf.lifecycle.controller import LAUNCHER_LOCK, note_stopped
+from realhf.lifecycle.controller import LAUNCHER_LOCK, note_end
 from realhf.report.run_status import ENDED, RunStatus, read_run_status
 from realhf.rundir.ending import EndRequest, request_end
 from realhf.rundir.later import is_to_be_planned
@@ -87,7 +87,7 @@ def _end_waiting_job(directory: RunDirectory, steps: int) -> None:
         state, _ = job_state(launched.job)
     # It has not begun in this moment; or it never will, since the job that it waits for has failed.
     if state is not None and state.is_over and (was_waiting or is_to_be_planned(directory)):
-        note_stopped(directory, steps)
+        note_end(directory, steps)
 
 
 def _status(directory: RunDirectory) -> RunStatus:

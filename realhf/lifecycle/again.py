@@ -9,7 +9,7 @@ from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
 from realhf.launch.process import AGAIN_ENDED
-from realhf.lifecycle.controller import continued, note_start, note_stopped
+from realhf.lifecycle.controller import continued, note_end, note_start
 from realhf.rundir.ending import requested_end
 from realhf.rundir.logs import start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
@@ -30,7 +30,7 @@ def start_again(directory: RunDirectory) -> bool:
             return False
         request = requested_end(directory.stop)
         if request is not None and request.reason == "asked":
-            note_stopped(directory, run.experiment.steps)
+            note_end(directory, run.experiment.steps)
             return False
         run = continued(run, run, directory)
         note_start(run, directory, "requeued")

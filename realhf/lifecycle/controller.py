@@ -34,7 +34,6 @@ from realhf.rundir.run import Run, load_run
 from realhf.rundir.status import Status, read_status, write_status
 
 LAUNCHER_LOCK = "launcher"
-CANCELLED = "its job was cancelled with those that were started with it"
 WHILE_WAITING = "ended while its job waited in the queue, as was asked"
 
 
@@ -249,8 +248,7 @@ class Controller:
 
     def _begin(self, run: Run, held: contextlib.ExitStack, reason: str | None) -> Replanner:
         """Tells that the processes of a run are about to start. Returns the search for a new plan; `held` ends it."""
-        replanner = Replanner(run, self._directory, self._request.replan, self._listener.say)
-        held.enter_context(replanner)
+        replanner = held.enter_context(Replanner(run, self._directory, self._request.replan, self._listener.say))
         self._listener.starting(run, self._directory, reason)
         return replanner
 
@@ -350,18 +348,16 @@ def note_start(run: Run, directory: RunDirectory, event: EventKind, choice: Choi
     note(directory.events, event, step, "; ".join(texts))
 
 
-def note_stopped(directory: RunDirectory, steps: int) -> None:
-    """Notes the end of a run whose job waits, and has no process."""
+def note_end(
+    directory: RunDirectory,
+    steps: int,
+    state: Literal["stopped", "interrupted"] = "stopped",
+    message: str = WHILE_WAITING,
+) -> None:
+    """Notes the end of a run whose job has no process: it waits, or was cancelled while no process watched it."""
     step = last_step(directory)
-    note(directory.events, "stopped", step, WHILE_WAITING)
-    write_status(directory.status, Status(state="stopped", step=step, steps=steps, message=WHILE_WAITING))
-
-
-def note_interrupted(directory: RunDirectory, steps: int) -> None:
-    """Notes the end of a run whose job was cancelled while no process watched it."""
-    step = last_step(directory)
-    note(directory.events, "interrupted", step, CANCELLED)
-    write_status(directory.status, Status(state="interrupted", step=step, steps=steps, message=CANCELLED))
+    note(directory.events, state, step, message)
+    write_status(directory.status, Status(state=state, step=step, steps=steps, message=message))
 
 
 def last_step(directory: RunDirectory) -> int:

@@ -13,7 +13,7 @@ from realhf.lifecycle.controller import (
     LAUNCHER_LOCK,
     Controller,
     Listener,
-    note_interrupted,
+    note_end,
     note_start,
     run_directory,
 )
@@ -26,6 +26,8 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, load_run
 from realhf.rundir.starts import begin_start
 from realhf.rundir.status import Status, known_status, write_status
+
+CANCELLED = "its job was cancelled with those that were started with it"
 
 
 class QueuedRun:
@@ -73,7 +75,7 @@ class QueuedRun:
             self.launcher.stop(grace_s=0)
         with contextlib.suppress(OSError):
             if not removes and any(log.stat().st_size for log in self.directory.logs.glob("*")):
-                note_interrupted(self.directory, planned_steps(self.directory))
+                note_end(self.directory, planned_steps(self.directory), "interrupted", CANCELLED)
             else:
                 delete(self.directory.path)
 
@@ -91,20 +93,16 @@ def queued_run(
             fill(run, queued.directory)
             note_start(run, queued.directory, "started")
         else:
-            _leave_to_job(queued, steps, str(after.path) if after else "")
+            with writing_a_run():
+                write_later(queued.directory, request.words, str(after.path) if after else "")
+                begin_start(queued.directory)
+                write_status(queued.directory.status, Status(state="starting", step=0, steps=steps))
         queued.launcher.preview(queued.job())
     except BaseException:
         with contextlib.suppress(OSError):
             delete(queued.directory.path)
         raise
     return queued
-
-
-@writing_a_run()
-def _leave_to_job(queued: QueuedRun, steps: int, after: str) -> None:
-    write_later(queued.directory, queued.request.words, after)
-    begin_start(queued.directory)
-    write_status(queued.directory.status, Status(state="starting", step=0, steps=steps))
 
 
 def planned_now(request: RunRequest, listener: Listener) -> Run | None:

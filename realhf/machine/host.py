@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import psutil
@@ -25,10 +26,8 @@ class Host:
     memory_limit: str = ""
 
 
-@dataclass(frozen=True)
-class _Limit:
-    value: float
-    source: str
+# A limit, and its name.
+_Limit = tuple[float, str]
 
 
 def read_host(root: Path = ROOT) -> Host:
@@ -42,19 +41,19 @@ def read_host(root: Path = ROOT) -> Host:
     scheduler/sched-bwc.html for cfs_quota_us).
     """
     available, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    cores = [_Limit(available, "the affinity of this process" if available < there else "")]
-    memory = [_Limit(psutil.virtual_memory().total, "")]
+    cores: list[_Limit] = [(available, "the affinity of this process" if available < there else "")]
+    memory: list[_Limit] = [(psutil.virtual_memory().total, "")]
     for folder, version in _groups(root, "cpu"):
         cores += _quota(folder) if version == 2 else _quota_of_version_1(folder)
     for folder, version in _groups(root, "memory"):
         for name in ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",):
-            memory += _read(folder / name, _bytes)
-    fewest, least = (min(limits, key=lambda limit: limit.value) for limits in (cores, memory))
+            memory += _read(folder / name, int)
+    (fewest, cores_limit), (least, memory_limit) = (min(limits, key=itemgetter(0)) for limits in (cores, memory))
     return Host(
-        cores=max(1, math.floor(fewest.value)),
-        memory_bytes=int(least.value),
-        cores_limit=fewest.source,
-        memory_limit=least.source,
+        cores=max(1, math.floor(fewest)),
+        memory_bytes=int(least),
+        cores_limit=cores_limit,
+        memory_limit=memory_limit,
     )
 
 
@@ -67,14 +66,9 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
         if version == 1 and controller not in names.split(","):
             continue
         for mount in mounts:
-            if _has_controller(mount, controller, version):
+            kind, _, options = mount[mount.index("-") + 1 :][:3]  # proc(5)
+            if kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options.split(","):
                 yield from ((folder, version) for folder in _upwards(root, mount[3], mount[4], path))
-
-
-def _has_controller(mount: list[str], controller: str, version: int) -> bool:
-    """Whether a line of mountinfo is a hierarchy of control groups with this controller (proc(5))."""
-    kind, _, options = mount[mount.index("-") + 1 :][:3]
-    return kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options.split(",")
 
 
 def _upwards(root: Path, mount_root: str, mount_point: str, path: str) -> Iterator[Path]:
@@ -96,13 +90,9 @@ def _lines(path: Path) -> list[str]:
 def _read(path: Path, parse: Callable[[str], float]) -> list[_Limit]:
     """The limit in a file; none if there is no such file, or it has no number ("max")."""
     try:
-        return [_Limit(parse(path.read_text()), str(path))]
+        return [(parse(path.read_text()), str(path))]
     except (OSError, ValueError):
         return []
-
-
-def _bytes(text: str) -> float:
-    return float(int(text))
 
 
 def _quota(folder: Path) -> list[_Limit]:
@@ -116,10 +106,7 @@ def _quota(folder: Path) -> list[_Limit]:
 
 
 def _quota_of_version_1(folder: Path) -> list[_Limit]:
-    periods = _read(folder / "cpu.cfs_period_us", _bytes)
-    quotas = _read(folder / "cpu.cfs_quota_us", _bytes)
-    return [
-        _Limit(quota.value / period.value, quota.source)
-        for quota, period in zip(quotas, periods, strict=False)
-        if quota.value > 0  # -1 is no limit
-    ]
+    periods = _read(folder / "cpu.cfs_period_us", int)
+    quotas = _read(folder / "cpu.cfs_quota_us", int)
+    # -1 is no limit.
+    return [(quota / period, name) for (quota, name), (period, _) in zip(quotas, periods, strict=False) if quota > 0]

@@ -5,7 +5,7 @@ from html import escape
 
 from realhf.report.html import section
 from realhf.report.sample_texts import heading, shortened, with_ends
-from realhf.rundir.samples import StepSamples
+from realhf.rundir.samples import StepSamples, title_of
 
 NEWEST_STEPS, EARLIER_STEPS = 10, 10
 # The most characters of the whole section, so that a report stays small whatever a model writes.
@@ -28,7 +28,7 @@ def samples_section(steps: Sequence[StepSamples]) -> str:
         f"; {len(steps) - len(chosen)} more are in <code>samples.jsonl</code>" if len(chosen) < len(steps) else ""
     )
     note = f"Completions of {len(chosen)} steps and evaluations{left_out}. Control characters stand as escapes."
-    options = "".join(f"<option>{escape(each.title)}</option>" for each in reversed(chosen))
+    options = "".join(f"<option>{escape(title_of(each))}</option>" for each in reversed(chosen))
     return section(
         "Samples",
         f'<p class="muted">{note}</p><p><select class="chooser" aria-label="step">{options}</select></p>{body}',

@@ -8,9 +8,10 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.files import read_versioned, write_atomically
 from realhf.rundir.paths import RunDirectory
-from realhf.rundir.status import Status, known_status
+from realhf.rundir.status import known_status
 
 FORMAT = "later-run/1"
+_ENDS = {"failed": "failed", "stopped": "was stopped", "interrupted": "was interrupted"}
 
 
 class LaterRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,16 +51,6 @@ def start_refusal(run: LaterRun) -> tuple[str, int] | None:
     state = status.state if status else "gone"
     if state == "done":
         return None
-    return (
-        f"not started, since the stage before, {run.after}, {_ENDS.get(state, f'has not ended well: it is {state}')}",
-        _code(status),
-    )
-
-
-_ENDS = {"failed": "failed", "stopped": "was stopped", "interrupted": "was interrupted"}
-
-
-def _code(status: Status | None) -> int:
-    if status is None or status.state == "failed":
-        return status.returncode if status else 1
-    return 130 if status.state in ("stopped", "interrupted") else 1
+    how = _ENDS.get(state, f"has not ended well: it is {state}")
+    code = 130 if state in ("stopped", "interrupted") else status.returncode if status and state == "failed" else 1
+    return f"not started, since the stage before, {run.after}, {how}", code

@@ -1,5 +1,6 @@
 """JSON lines of a run: appended one at a time, and read back without those that a crash or a disk has damaged."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,17 +134,13 @@ def read_spread(
                 offset = stop * place // places
                 file.seek(offset)
                 lines = file.read(min(window_bytes, stop - offset)).split(b"\n")[1 if offset else 0 : -1]
-                yield offset, list(_good(lines, decode))
+                values: list[T] = []
+                for line in lines:
+                    with contextlib.suppress(BadContentError):
+                        values.append(decode(line))
+                yield offset, values
     except OSError:  # `read_lines` says why
         return
-
-
-def _good(lines: list[bytes], decode: Callable[[bytes], T]) -> Iterator[T]:
-    for line in lines:
-        try:
-            yield decode(line)
-        except BadContentError:
-            continue
 
 
 class Tail(Generic[T]):

@@ -43,10 +43,6 @@ class StepSamples:
     split: Split
     samples: tuple[Sample, ...]
 
-    @property
-    def title(self) -> str:
-        return title_of(self)
-
 
 def title_of(what: Sample | StepSamples) -> str:
     """Such as "step 3", or "evaluation after step 3"."""

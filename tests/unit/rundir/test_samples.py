@@ -13,7 +13,7 @@ from realhf.rundir import samples
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run, RunSpec
-from realhf.rundir.samples import Sample, append_samples, read_samples, sample_line
+from realhf.rundir.samples import Sample, append_samples, read_samples, sample_line, title_of
 
 
 def sample(step: int, place: int = 0, text: str = "b", split: samples.Split = "train") -> Sample:
@@ -27,7 +27,7 @@ def test_what_was_appended_is_read_step_by_step(tmp_path: Path) -> None:
     append_samples(path, [sample(1, 3), sample(1, 8, "c\n\x1b")])
     append_samples(path, [sample(1, split="evaluation")])
     found = read_samples(path, [])
-    assert [each.title for each in found] == ["evaluation after step 0", "step 1", "evaluation after step 1"]
+    assert [title_of(each) for each in found] == ["evaluation after step 0", "step 1", "evaluation after step 1"]
     assert found[1].samples == (sample(1, 3), sample(1, 8, "c\n\x1b"))
 
 
