@@ -7,13 +7,12 @@ from rich.table import Table
 from realhf.base.errors import UserError
 from realhf.cli.output import table_of
 from realhf.dataflow.plan import ExecutionPlan, interval_text, updates_text
+from realhf.dataflow.rationale import slower_text
 from realhf.planning.clusters import hardware_text
 from realhf.planning.explain.comparison import Comparison
 from realhf.planning.model.hardware import GIB, in_gib
 from realhf.planning.model.measured import network_text
 from realhf.planning.task import PlanningTask
-
-SAME = 5e-4  # relative differences below it are not worth a number
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
@@ -30,7 +29,7 @@ def plan_table(plan: ExecutionPlan) -> Table:
         predicted = "-" if call.predicted_s is None else f"{call.predicted_s:.3f}"
         degrees = (call.replicas_text, str(call.tp), call.stages_text)
         seconds = sure_text(predicted, ranges.get(name))
-        table.add_row(name, mesh_text(call.devices), *degrees, str(call.micro_batches), seconds)
+        table.add_row(name, call.mesh.text, *degrees, str(call.micro_batches), seconds)
     return table
 
 
@@ -74,9 +73,8 @@ def alternatives_table(comparison: Comparison) -> Table:
         refused = f"{alternative.num_too_large / max(alternative.num_layouts, 1):.0%}"
         other = ("nothing else fits", "-", "-")
         if (call := alternative.option) is not None:
-            layout = f"{mesh_text(call.devices)} {call.strategy} mb{call.micro_batches}"
-            share = alternative.slower_by
-            other = (layout, f"{alternative.step_s:.4g}", "the same" if abs(share) < SAME else f"{share:+.1%}")
+            layout = f"{call.mesh.text} {call.strategy} mb{call.micro_batches}"
+            other = (layout, f"{alternative.step_s:.4g}", slower_text(alternative.slower_by))
         table.add_row(alternative.call, *other, refused)
     return table
 
@@ -145,9 +143,3 @@ def totals(comparison: Comparison) -> Iterator[str]:
 def sure_text(seconds: str, interval: tuple[float, float] | None) -> str:
     """`0.25 (0.21-0.29)`."""
     return f"{seconds} ({interval_text(interval)})" if interval else seconds
-
-
-def mesh_text(devices: tuple[int, int]) -> str:
-    """`3`, or `0-7`: of (first device, number)."""
-    first, count = devices
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"

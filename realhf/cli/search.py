@@ -8,7 +8,7 @@ from typing import Any
 from realhf.cli.command import Command
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import output_beside, table_of
-from realhf.cli.plan_tables import mesh_text
+from realhf.geometry.layout import DeviceMesh
 from realhf.planning.certificate import Certificate
 from realhf.planning.model.hardware import GIB
 from realhf.planning.problem.file import load_problem
@@ -66,7 +66,7 @@ def execute(arguments: argparse.Namespace) -> int:
     for call, number in zip(problem.calls, found.choice, strict=True):
         option = call.options[number]
         seconds = f"{option.time_s * problem.unit_us / 1e6:.3f}"
-        table.add_row(call.name, str(number), mesh_text(option.devices), option.strategy, seconds)
+        table.add_row(call.name, str(number), DeviceMesh(*option.devices).text, option.strategy, seconds)
     out.print(table)
     best_s, lower_bound_us = result["us_per_step"] / 1e6, result["lower_bound_us"]
     bound_s = math.inf if lower_bound_us is None else lower_bound_us / 1e6

@@ -2,6 +2,8 @@
 
 import msgspec
 
+SAME = 5e-4  # relative differences below it are not worth a number
+
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Predicted bytes on each of the consecutive `devices` (first, number): those that stay, communicators among them,
@@ -60,3 +62,8 @@ class Rationale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def memory_of(self, device: int) -> DeviceMemory | None:
         """The prediction for one device, None if there is none."""
         return next((m for m in self.memory if m.devices[0] <= device < sum(m.devices)), None)
+
+
+def slower_text(share: float) -> str:
+    """For tables: `+25.0%`, or `the same`; `share` of the plan's step by which another is slower."""
+    return "the same" if abs(share) < SAME else f"{share:+.1%}"

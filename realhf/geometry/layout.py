@@ -20,6 +20,11 @@ class DeviceMesh(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     def devices(self) -> range:
         return range(self.first, self.first + self.size)
 
+    @property
+    def text(self) -> str:
+        """For tables: `3`, or `0-7`."""
+        return str(self.first) if self.size == 1 else f"{self.first}-{self.first + self.size - 1}"
+
     def overlaps(self, other: "DeviceMesh") -> bool:
         return self.first < other.first + other.size and other.first < self.first + self.size
 

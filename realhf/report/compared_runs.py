@@ -1,17 +1,14 @@
 """Several runs in one HTML page: figures side by side, differences between the experiments, curves together."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from realhf.base.errors import UserError
-from realhf.report.curves import Curve, evaluation_curves, split_curves
+from realhf.report.curves import Curve
 from realhf.report.figures import runs_colours
-from realhf.report.html import document, section, table
-from realhf.report.page import STATE_NAMES, metrics_section
+from realhf.report.html import document
 from realhf.report.run_data import RunData, read_run
-from realhf.report.timeline import EVALUATION
 from realhf.rundir.paths import RunDirectory
 
 MISSING = "-"
@@ -40,7 +37,7 @@ def facts_of(run: RunData) -> dict[str, str]:
     """The kind, state and speed of a run, in short."""
     step_s, tokens_per_s = run.median_step_s, run.tokens_per_s
     return {
-        "state": STATE_NAMES[run.status.state] if run.status else "not started",
+        "state": run.state,
         "steps": str(run.metrics[-1]["step"] if run.metrics else 0),
         "devices": str(run.plan.num_devices) if run.plan else MISSING,
         "s/step": MISSING if step_s is None else f"{step_s:.3g}",
@@ -65,50 +62,31 @@ def differing_fields(runs: Mapping[str, RunData]) -> dict[str, list[str]]:
 
 def comparison_page(runs: Mapping[str, RunData]) -> str:
     """The page as HTML, one file with all that it needs."""
-    colours = runs_colours(list(runs))
-    legend = " ".join(f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)} &nbsp;' for name in runs)
-    damaged = [f'<pre class="failure">damaged: {escape(text)}</pre>' for run in runs.values() for text in run.damaged]
-    differing = differing_fields(runs)
-    sections = [
-        f'<div class="title"><h1>{len(runs)} runs</h1></div><p>{legend}</p>',
-        *damaged,
-        section(
-            "Side by side",
-            '<p class="muted">Statistics are those of the last step, and of the last evaluation.</p>',
-            table(["", *runs], side_by_side(runs)),
-        ),
-        section(
-            "Differences between the experiments",
-            table(["field", *runs], [[name, *values] for name, values in differing.items()])
-            if differing
-            else '<p class="muted">All fields are the same.</p>',
-        ),
-        _curves(runs, colours),
-    ]
-    return document(f"{len(runs)} runs", sections)
+    return document(
+        "compare.html",
+        title=f"{len(runs)} runs",
+        runs=runs,
+        colours=runs_colours(list(runs)),
+        facts=side_by_side(runs),
+        differing=[[name, *values] for name, values in differing_fields(runs).items()],
+        charts=_charts(runs),
+    )
 
 
-def _curves(runs: Mapping[str, RunData], colours: Mapping[str, str]) -> str:
+def _charts(runs: Mapping[str, RunData]) -> tuple[dict[str, dict[str, Curve]], dict[str, dict[str, Curve]]]:
+    """The charts to show first, and the others, with a curve for each run that has the statistic."""
     main: dict[str, dict[str, Curve]] = {}
     others: dict[str, dict[str, Curve]] = {}
     for name, run in runs.items():
-        first, rest = split_curves(run.metrics)
-        quality, others_of_evaluation = (_of_evaluation(curves) for curves in evaluation_curves(run.evaluations))
-        for charts, curves in ((main, quality | first), (others, others_of_evaluation | rest)):
+        for charts, curves in zip((main, others), run.curves, strict=True):
             for statistic, curve in curves.items():
                 charts.setdefault(statistic, {})[name] = curve
-    return metrics_section(main, others, colours)
-
-
-def _of_evaluation(curves: Mapping[str, Curve]) -> dict[str, Curve]:
-    """Under names that no statistic of training has."""
-    return {f"{EVALUATION}: {name}": curve for name, curve in curves.items()}
+    return main, others
 
 
 def _last_values(run: RunData) -> Iterator[tuple[str, float]]:
     """The newest values of the statistics that are shown first."""
-    (main, _), (quality, _) = split_curves(run.metrics), evaluation_curves(run.evaluations)
-    for name, (_, values) in (_of_evaluation(quality) | main).items():
+    for name, (_, values) in run.curves[0].items():
         known = [value for value in values if value is not None]
         if known and name != "tokens_per_s":
             yield name, known[-1]

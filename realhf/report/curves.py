@@ -24,6 +24,8 @@ QUALITIES = ("accuracy", "reward", "score")
 NO_QUALITIES = ("length", "std")
 TREND_STEPS, TREND_PARTS = 10, 24
 
+EVALUATION = "evaluation"  # stands before the names of its statistics
+
 Curve = tuple[list[int], list[float | None]]
 
 

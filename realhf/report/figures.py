@@ -7,9 +7,9 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
-from realhf.report.curves import Curve, points_of_each, thinned
+from realhf.report.curves import EVALUATION, Curve, points_of_each, thinned
 from realhf.report.run_data import CallTime
-from realhf.report.timeline import BESIDE, EVALUATION, WAITING, Timeline
+from realhf.report.timeline import BESIDE, WAITING, Timeline
 
 PHASE_COLOURS = {
     "compute": "#3b6fb6",
@@ -23,7 +23,11 @@ PHASE_COLOURS = {
 LABELLED_PHASES = ("compute", "checkpoint", BESIDE)
 OTHER_COLOUR = "#9aa0a6"
 LINE_COLOURS = ("#3b6fb6", "#e8833a", "#3f9e6e", "#8e6bb0", "#c2574f", "#7a8290")
-PREDICTED_COLOUR, MEASURED_COLOUR = "#b8c4d6", "#3b6fb6"
+PREDICTED_COLOUR, MEASURED_COLOUR, LIMIT_COLOUR = "#b8c4d6", "#3b6fb6", "#c2574f"
+# Options of bars with their numbers behind them, and of bars that may have a name inside.
+NUMBERED = {"orientation": "h", "textposition": "outside", "cliponaxis": False}
+NAMED = {"orientation": "h", "textfont": {"color": "white"}, "textangle": 0, "insidetextanchor": "middle"}
+LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
 COLUMNS = 3
 MAX_POINTS_WITH_MARKERS = 40
 
@@ -87,16 +91,14 @@ def times_figure(times: Sequence[CallTime]) -> go.Figure:
             y=calls,
             x=seconds,
             name=name,
-            orientation="h",
             marker_color=colour,
             text=["" if value is None else f"{value:.3g} s" for value in seconds],
-            textposition="outside",
-            cliponaxis=False,
             hovertemplate=f"%{{y}}<br>{name} %{{x:.4g}} s<extra></extra>",
+            **NUMBERED,
         )
     figure.update_layout(barmode="group", bargap=0.3, legend={"traceorder": "normal"} | LEGEND_ABOVE)
     figure.update_xaxes(title="seconds", rangemode="tozero")
-    figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
+    rows_from_top(figure, calls)
     # Room at the right for the numbers after the longest bar.
     longest = max((s for _, _, seconds in bars for s in seconds if s is not None), default=1.0)
     figure.update_xaxes(range=[0, longest * 1.12])
@@ -117,17 +119,14 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
             x=[segment.duration_s for segment in segments],
             base=[segment.start_s for segment in segments],
             name=f"{phase} {timeline.share(phase):.1%}",
-            orientation="h",
             width=0.78,
             marker={"color": PHASE_COLOURS.get(phase, OTHER_COLOUR), "line": {"color": "white", "width": 0.5}},
             text=[_short(segment.label, two_lines=row_height >= 40) for segment in segments],
             textposition="inside" if phase in LABELLED_PHASES else "none",
-            textfont={"color": "white"},
-            textangle=0,
-            insidetextanchor="middle",
             customdata=[[segment.label, segment.start_s, segment.end_s] for segment in segments],
             hovertemplate=f"<b>{phase}</b> %{{customdata[0]}}<br>%{{x:.4f}} s, from %{{customdata[1]:.3f}} to "
             "%{customdata[2]:.3f} s<extra>%{y}</extra>",
+            **NAMED,
         )
     figure.update_layout(barmode="overlay", uniformtext={"minsize": 9, "mode": "hide"}, legend=LEGEND_ABOVE)
     rules = {segment.worker for segment in timeline.beside}
@@ -137,9 +136,7 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
         for phase in ("", *([BESIDE] if worker in rules else []))
     ]
     figure.update_xaxes(title="seconds", range=[0, timeline.duration_s])
-    figure.update_yaxes(
-        categoryorder="array", categoryarray=rows, autorange="reversed", automargin=True, ticksuffix="  "
-    )
+    rows_from_top(figure, rows)
     return styled(figure, 100 + row_height * len(rows), {"l": 20, "r": 20, "t": 36, "b": 44})
 
 
@@ -147,13 +144,26 @@ def _row_of(worker: int, phase: str) -> str:
     return f"worker {worker}" + (f" {BESIDE}" if phase == BESIDE else "")
 
 
-LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
-
-
 def _short(label: str, two_lines: bool) -> str:
     """ "actor_generate, step 3" -> "actor / generate", on two lines if a row has room for them."""
     call = label.split(",")[0]
     return call.replace("_", "<br>", 1) if two_lines else call
+
+
+def rows_from_top(figure: go.Figure, rows: Sequence[str]) -> None:
+    """Rows of bars in this order, the first one on top."""
+    figure.update_yaxes(
+        categoryorder="array", categoryarray=list(rows), autorange="reversed", automargin=True, ticksuffix="  "
+    )
+
+
+def draw_limit(figure: go.Figure, x: float, text: str) -> None:
+    """A dashed line across all bars, with its meaning above."""
+    figure.add_vline(x=x, line={"color": LIMIT_COLOUR, "width": 2, "dash": "dash"})
+    figure.add_annotation(
+        x=x, y=1, yref="paper", xanchor="right", yanchor="bottom", showarrow=False,
+        text=text, font={"color": LIMIT_COLOUR},
+    )  # fmt: skip
 
 
 def styled(figure: go.Figure, height: int, margin: dict[str, int]) -> go.Figure:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -12,6 +13,7 @@ from msgspec import Meta
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json
 from realhf.dataflow.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
+from realhf.report.curves import EVALUATION, Curve, evaluation_curves, split_curves
 from realhf.rundir.events import Event, event_line
 from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.lines import evaluation_line, read_lines, step_line
@@ -24,6 +26,16 @@ T = TypeVar("T")
 
 # A report shows the last steps only; the trace of a long run is not read whole.
 TRACE_TAIL_BYTES = 64 * 2**20
+STATE_NAMES = {
+    "starting": "starting",
+    "running": "running",
+    "done": "finished",
+    "failed": "failed",
+    "interrupted": "interrupted",
+    "stopped": "stopped with a checkpoint",
+    "requeued": "its job is to start once more",
+    "replan": "between two plans",
+}
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
@@ -55,6 +67,21 @@ class RunData:
     happened: list[Event]
     samples: list[StepSamples]
     damaged: tuple[str, ...]
+
+    @property
+    def state(self) -> str:
+        """The state in words."""
+        return STATE_NAMES[self.status.state] if self.status else "not started"
+
+    @cached_property
+    def curves(self) -> tuple[dict[str, Curve], dict[str, Curve]]:
+        """The curves to show first, and the others: of evaluations, under names of their own, and of training."""
+        of_evaluation = evaluation_curves(self.evaluations)
+        main, others = (
+            {f"{EVALUATION}: {name}": curve for name, curve in quality.items()} | training
+            for quality, training in zip(of_evaluation, split_curves(self.metrics), strict=True)
+        )
+        return main, others
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -1,9 +1,10 @@
 """The section of a report with completions: prompts, responses and rewards of the step that the reader chooses."""
 
 from collections.abc import Sequence
-from html import escape
 
-from realhf.report.html import section
+from markupsafe import Markup
+
+from realhf.report.html import part
 from realhf.report.sample_texts import heading, shortened, with_ends
 from realhf.rundir.samples import StepSamples, title_of
 
@@ -23,16 +24,7 @@ def samples_section(steps: Sequence[StepSamples]) -> str:
         limit = limit * 2 // 3
     while _is_too_long(chosen, limit) and len(chosen) > 1:  # many samples a step
         chosen = chosen[len(chosen) // 2 :]
-    body = _steps(chosen, limit)
-    left_out = (
-        f"; {len(steps) - len(chosen)} more are in <code>samples.jsonl</code>" if len(chosen) < len(steps) else ""
-    )
-    note = f"Completions of {len(chosen)} steps and evaluations{left_out}. Control characters stand as escapes."
-    options = "".join(f"<option>{escape(title_of(each))}</option>" for each in reversed(chosen))
-    return section(
-        "Samples",
-        f'<p class="muted">{note}</p><p><select class="chooser" aria-label="step">{options}</select></p>{body}',
-    )
+    return _section(chosen, limit, left_out=len(steps) - len(chosen))
 
 
 def chosen_steps(steps: Sequence[StepSamples]) -> list[StepSamples]:
@@ -48,21 +40,11 @@ def _is_too_long(steps: Sequence[StepSamples], limit: int) -> bool:
     texts are made visible only where their length alone does not tell."""
     texts = (text for step in steps for sample in step.samples for text in (sample.prompt, sample.response))
     characters = sum(min(len(text), limit) for text in texts)
-    return characters > MAX_BYTES or len(_steps(steps, limit).encode()) > MAX_BYTES
+    return characters > MAX_BYTES or len(_section(steps, limit).encode()) > MAX_BYTES
 
 
-def _steps(steps: Sequence[StepSamples], limit: int) -> str:
-    """One after the other, the newest first; the others are hidden until they are chosen."""
-    parts = []
-    for index, step in enumerate(reversed(steps)):
-        samples = "".join(
-            f'<div class="sample"><b>{escape(heading(sample))}</b>'
-            f'<pre class="prompt">{_text(sample.prompt, limit)}</pre><pre>{_text(sample.response, limit)}</pre></div>'
-            for sample in step.samples
-        )
-        parts.append(f"<div{' hidden' if index else ''}>{samples}</div>")
-    return f'<div class="chosen">{"".join(parts)}</div>'
+def _section(steps: Sequence[StepSamples], limit: int, left_out: int = 0) -> Markup:
+    def shown(text: str) -> str:
+        return with_ends(shortened(text, limit))
 
-
-def _text(text: str, limit: int) -> str:
-    return escape(with_ends(shortened(text, limit)), quote=False) or '<span class="muted">(empty)</span>'
+    return part("samples.html", steps=steps, shown=shown, heading=heading, title=title_of, left_out=left_out)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realhf.dataflow.plan import ExecutionPlan
+from realhf.report.curves import EVALUATION
 from realhf.report.run_data import TraceEvent
 
 WAITING = "waiting"
 BESIDE = "beside"  # calls that occupy no device
-EVALUATION = "evaluation"
 STEPS_SHOWN = 2
 
 _EVALUATION_MARK = " of evaluation batch "

@@ -5,15 +5,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
+from markupsafe import Markup
 
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.dataflow.rationale import DeviceMemory
-from realhf.report.figures import LEGEND_ABOVE, MEASURED_COLOUR, PREDICTED_COLOUR, styled
-from realhf.report.html import figure_html, section
+from realhf.report.figures import (
+    LEGEND_ABOVE,
+    MEASURED_COLOUR,
+    NUMBERED,
+    PREDICTED_COLOUR,
+    draw_limit,
+    rows_from_top,
+    styled,
+)
+from realhf.report.html import part
 
 GIB, MIB = 2**30, 2**20
 MAX_ROWS = 32
-PREDICTED_CALL_COLOUR, LIMIT_COLOUR = "#dde4ee", "#c2574f"
+PREDICTED_CALL_COLOUR = "#dde4ee"
 # A limit further away than this many times the longest bar is not drawn, only named in the text.
 DRAWN_LIMIT = 2.5
 
@@ -45,32 +54,20 @@ def worker_memory(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> lis
     return rows if any(row.largest_bytes for row in rows) else []
 
 
-def memory_section(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> str:
-    """The section of the page."""
-    title = "Memory of the workers"
-    rows = worker_memory(plan, metrics)
-    if not rows:
-        return section(title, '<p class="muted">Nothing was measured yet.</p>')
-    limit_bytes = plan.rationale.device_memory_bytes if plan.rationale else None
-    notes = [
-        "Measured: the most that models and data took in any call, beside the program itself (Python, torch, on a GPU "
-        "CUDA's context)."
-    ]
-    if plan.rationale:
-        notes.append(
-            "Predicted: lasting tensors (parameters, gradients, optimizer states) and the most that a call adds."
-        )
-        if most := max(memory.communicator_bytes for memory in plan.rationale.memory):
-            notes.append(f"Up to {_text(most)} of it are for NCCL's communicators, which are not measured.")
-    if limit_bytes:
-        notes.append(f"The planner's limit is {_text(limit_bytes)} a worker.")
-    if growth := _growth(metrics):
-        notes.append(growth)
-    if len(rows) > MAX_ROWS:
-        notes.append(f"The {MAX_ROWS} fullest of {len(rows):,} workers are shown.")
-        rows = sorted(sorted(rows, key=lambda row: -row.largest_bytes)[:MAX_ROWS], key=lambda row: row.worker)
-    text = " ".join(notes)
-    return section(title, f'<p class="muted">{text}</p>', figure_html(memory_figure(rows, limit_bytes)))
+def memory_section(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> Markup:
+    """The section of the page, with the `MAX_ROWS` fullest workers."""
+    fullest = sorted(worker_memory(plan, metrics), key=lambda row: -row.largest_bytes)[:MAX_ROWS]
+    why = plan.rationale
+    return part(
+        "memory.html",
+        rows=sorted(fullest, key=lambda row: row.worker),
+        num_workers=plan.num_devices,
+        why=why,
+        communicator_bytes=max((memory.communicator_bytes for memory in why.memory), default=0) if why else 0,
+        growth=_growth(metrics),
+        size_text=_text,
+        memory_figure=memory_figure,
+    )
 
 
 def memory_figure(rows: Sequence[WorkerMemory], limit_bytes: int | None) -> go.Figure:
@@ -85,13 +82,11 @@ def memory_figure(rows: Sequence[WorkerMemory], limit_bytes: int | None) -> go.F
             y=workers,
             x=[row.measured_bytes / unit for row in rows],
             name="measured",
-            orientation="h",
             offsetgroup="measured",
             marker_color=MEASURED_COLOUR,
             text=[_label(row.measured_bytes, limit_bytes) for row in rows],
-            textposition="outside",
-            cliponaxis=False,
             hovertemplate=f"measured %{{x:.4g}} {name}<extra>%{{y}}</extra>",
+            **NUMBERED,
         )
     if len(predicted) == len(rows):
         static = [memory.static_bytes / unit for memory in predicted]
@@ -111,34 +106,22 @@ def memory_figure(rows: Sequence[WorkerMemory], limit_bytes: int | None) -> go.F
                 x=values,
                 base=base,
                 name=what,
-                orientation="h",
                 offsetgroup="predicted",
                 marker_color=colour,
                 text=texts,
-                textposition="outside",
-                cliponaxis=False,
                 hovertemplate=f"{what}: %{{customdata:.4g}} {name}<extra>%{{y}}</extra>",
                 customdata=values,
+                **NUMBERED,
             )
     end = longest / unit
     if limit_bytes and limit_bytes <= DRAWN_LIMIT * longest:
         end = max(end, limit_bytes / unit)
-        _draw_limit(figure, limit_bytes / unit, f"limit {_text(limit_bytes)}")
+        draw_limit(figure, limit_bytes / unit, f"limit {_text(limit_bytes)}")
     figure.update_layout(barmode="group", bargap=0.3, legend={"traceorder": "normal"} | LEGEND_ABOVE)
     # Room at the right for the words after the longest bar.
     figure.update_xaxes(title=name, range=[0, 1.2 * end])
-    figure.update_yaxes(
-        categoryorder="array", categoryarray=workers, autorange="reversed", automargin=True, ticksuffix="  "
-    )
+    rows_from_top(figure, workers)
     return styled(figure, 100 + 52 * len(rows), {"l": 20, "r": 20, "t": 36, "b": 44})
-
-
-def _draw_limit(figure: go.Figure, x: float, text: str) -> None:
-    figure.add_vline(x=x, line={"color": LIMIT_COLOUR, "width": 2, "dash": "dash"})
-    figure.add_annotation(
-        x=x, y=1, yref="paper", xanchor="right", yanchor="bottom", showarrow=False,
-        text=text, font={"color": LIMIT_COLOUR},
-    )  # fmt: skip
 
 
 def _growth(metrics: Sequence[dict[str, Any]]) -> str:

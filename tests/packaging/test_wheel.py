@@ -43,9 +43,11 @@ def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {name.partition("/")[0] for name in names} == {"realhf", f"realhf-{realhf.__version__}.dist-info"}
-    suffixes = (".py", ".typed", ".yaml")
+    suffixes = (".py", ".typed", ".yaml", ".html", ".css", ".js")
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "realhf").rglob("*") if path.suffix in suffixes}
-    assert sources >= {"realhf/py.typed", "realhf/planning/descriptions/h100.yaml"}
+    assert sources >= {
+        "realhf/py.typed", "realhf/planning/descriptions/h100.yaml", "realhf/report/templates/page.html"
+    }  # fmt: skip
     assert sources <= names
     assert sum(name.endswith(".so") for name in names) == 4
 

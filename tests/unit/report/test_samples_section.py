@@ -30,7 +30,7 @@ class Seen(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.text = ""
-        self.feed(html)
+        self.feed(str(html))
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.tags.append(tag)
