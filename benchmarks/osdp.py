@@ -28,7 +28,8 @@ from lib.osdp_runs import run_cases
 from lib.osdp_shapes import QUICK_SHAPES, SHAPES
 
 from realhf.architecture.compute import MODES, Mode
-from realhf.architecture.model import DecoderConfig, model_type
+from realhf.architecture.model import DecoderConfig
+from realhf.architecture.named import model_type
 from realhf.base.errors import UserError
 from realhf.cpu import host_group
 from realhf.planning.model.descriptions import load_hardware

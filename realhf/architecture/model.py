@@ -189,32 +189,3 @@ class DecoderConfig(Settings):
     def with_head(self, head: Head) -> "DecoderConfig":
         """The same trunk under another head."""
         return replace(self, head=head, tied_embeddings=self.tied_embeddings and head == "lm")
-
-
-LLAMA = {
-    "llama7b": DecoderConfig(
-        hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, vocab_size=128256
-    ),
-    "llama13b": DecoderConfig(
-        hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40, num_kv_heads=40, vocab_size=128256
-    ),
-    "llama34b": DecoderConfig(
-        hidden_size=8192, intermediate_size=22016, num_layers=48, num_heads=64, num_kv_heads=8, vocab_size=128256
-    ),
-    "llama70b": DecoderConfig(
-        hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8, vocab_size=128256
-    ),
-}
-
-
-def model_type(name: str) -> DecoderConfig:
-    """The architecture of a named model type (`llama7b`, `llama7b-critic`, ...).
-
-    Raises:
-        UserError: no model type has that name.
-    """
-    base, _, suffix = name.partition("-")
-    if base not in LLAMA or suffix not in ("", "critic"):
-        names = [n + s for n in LLAMA for s in ("", "-critic")]
-        raise UserError(f"model_type={name!r} is not known; choose one of {', '.join(names)} or pass a DecoderConfig")
-    return LLAMA[base].with_head("scalar") if suffix else LLAMA[base]

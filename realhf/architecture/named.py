@@ -1,76 +1,69 @@
 """Named architectures, and those of `config.json` files, for plans of models without their weights."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from realhf.architecture.hugging_face import read_config
-from realhf.architecture.model import LLAMA, DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 
 CRITIC = "-critic"  # the suffix of an architecture's name that asks for a scalar head
+_SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
+_QWEN: Mapping[str, Any] = {"rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_QWEN2: Mapping[str, Any] = {**_QWEN, "qkv_bias": True}
+_QWEN3: Mapping[str, Any] = {**_QWEN, "qk_norm": True, "attention_head_dim": 128}
 
 
-def _llama(
-    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int, vocab_size: int
-) -> DecoderConfig:
-    return DecoderConfig(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        vocab_size=vocab_size,
-    )
+def _decoder(*sizes: int, **fields: Any) -> DecoderConfig:
+    """The decoder of some `_SIZES`, with the fields in which its family differs from Llama."""
+    return DecoderConfig(**dict(zip(_SIZES, sizes, strict=True)), **fields)
 
 
-def _qwen2(*sizes: int, tied: bool = False) -> DecoderConfig:
-    return replace(_llama(*sizes), qkv_bias=True, tied_embeddings=tied, rope_theta=1e6, rms_norm_eps=1e-6)
-
-
-def _qwen3(
-    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, *, tied: bool = False
-) -> DecoderConfig:
-    return DecoderConfig(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        vocab_size=151936,
-        attention_head_dim=128,
-        qk_norm=True,
-        tied_embeddings=tied,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-    )
-
-
-# llama3-*: the architectures of ReaL's measurements (arXiv 2406.14088; Meta calls 7b 8B).
+# The architectures of ReaL's measurements (arXiv 2406.14088; Meta calls 7b 8B).
+LLAMA: dict[str, DecoderConfig] = {
+    "llama7b": _decoder(4096, 14336, 32, 32, 8, 128256),
+    "llama13b": _decoder(5120, 13824, 40, 40, 40, 128256),
+    "llama34b": _decoder(8192, 22016, 48, 64, 8, 128256),
+    "llama70b": _decoder(8192, 28672, 80, 64, 8, 128256),
+}
 # llama2-*: as Meta published them, 34b as Code Llama. Qwen2.5 and Qwen3: as published by Qwen.
 ARCHITECTURES: dict[str, DecoderConfig] = {
-    "llama2-7b": _llama(4096, 11008, 32, 32, 32, 32000),
-    "llama2-13b": _llama(5120, 13824, 40, 40, 40, 32000),
-    "llama2-34b": _llama(8192, 22016, 48, 64, 8, 32000),
-    "llama2-70b": _llama(8192, 28672, 80, 64, 8, 32000),
+    "llama2-7b": _decoder(4096, 11008, 32, 32, 32, 32000),
+    "llama2-13b": _decoder(5120, 13824, 40, 40, 40, 32000),
+    "llama2-34b": _decoder(8192, 22016, 48, 64, 8, 32000),
+    "llama2-70b": _decoder(8192, 28672, 80, 64, 8, 32000),
     "llama3-7b": LLAMA["llama7b"],
     "llama3-8b": LLAMA["llama7b"],
     "llama3-13b": LLAMA["llama13b"],
     "llama3-34b": LLAMA["llama34b"],
     "llama3-70b": LLAMA["llama70b"],
-    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
-    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True),
-    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, 151936, tied=True),
-    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, 152064),
-    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, 152064),
-    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, 152064),
-    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 152064),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
-    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
-    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
-    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
-    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+    "qwen2.5-0.5b": _decoder(896, 4864, 24, 14, 2, 151936, tied_embeddings=True, **_QWEN2),
+    "qwen2.5-1.5b": _decoder(1536, 8960, 28, 12, 2, 151936, tied_embeddings=True, **_QWEN2),
+    "qwen2.5-3b": _decoder(2048, 11008, 36, 16, 2, 151936, tied_embeddings=True, **_QWEN2),
+    "qwen2.5-7b": _decoder(3584, 18944, 28, 28, 4, 152064, **_QWEN2),
+    "qwen2.5-14b": _decoder(5120, 13824, 48, 40, 8, 152064, **_QWEN2),
+    "qwen2.5-32b": _decoder(5120, 27648, 64, 40, 8, 152064, **_QWEN2),
+    "qwen2.5-72b": _decoder(8192, 29568, 80, 64, 8, 152064, **_QWEN2),
+    "qwen3-0.6b": _decoder(1024, 3072, 28, 16, 8, 151936, tied_embeddings=True, **_QWEN3),
+    "qwen3-1.7b": _decoder(2048, 6144, 28, 16, 8, 151936, tied_embeddings=True, **_QWEN3),
+    "qwen3-4b": _decoder(2560, 9728, 36, 32, 8, 151936, tied_embeddings=True, **_QWEN3),
+    "qwen3-8b": _decoder(4096, 12288, 36, 32, 8, 151936, **_QWEN3),
+    "qwen3-14b": _decoder(5120, 17408, 40, 40, 8, 151936, **_QWEN3),
+    "qwen3-32b": _decoder(5120, 25600, 64, 64, 8, 151936, **_QWEN3),
 }
+
+
+def model_type(name: str) -> DecoderConfig:
+    """The architecture of a named model type (`llama7b`, `llama7b-critic`, ...).
+
+    Raises:
+        UserError: no model type has that name.
+    """
+    if name.removesuffix(CRITIC) not in LLAMA:
+        names = [base + suffix for base in LLAMA for suffix in ("", CRITIC)]
+        raise UserError(f"model_type={name!r} is not known; choose one of {', '.join(names)} or pass a DecoderConfig")
+    return architecture(name)
 
 
 def architecture(name: str) -> DecoderConfig:

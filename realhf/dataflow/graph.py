@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from realhf.architecture.model import DecoderConfig, model_type
-from realhf.architecture.named import architecture
+from realhf.architecture.model import DecoderConfig
+from realhf.architecture.named import architecture, model_type
 from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow, FollowNode, follow_nodes
 from realhf.dataflow.interface import InterfaceConfig

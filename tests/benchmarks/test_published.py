@@ -23,7 +23,7 @@ from lib.fit import (
 )
 from msgspec import structs
 
-from realhf.architecture.model import LLAMA, model_type
+from realhf.architecture.named import LLAMA, model_type
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE
 from realhf.geometry.layout import ParallelStrategy

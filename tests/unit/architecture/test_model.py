@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.architecture.model import LLAMA, RopeScaling, model_type
+from realhf.architecture.model import RopeScaling
+from realhf.architecture.named import LLAMA, model_type
 from realhf.base.errors import UserError
 from realhf.geometry.parameters import parameter_count
 from tests.unit.api.calls import TINY

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.architecture.model import LLAMA
+from realhf.architecture.named import LLAMA
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Edge
 from realhf.dataflow.interface import InterfaceConfig

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.architecture.compute import ComputeConfig, Recomputed
 from realhf.architecture.decoding import GraphLife
-from realhf.architecture.model import LLAMA, DecoderConfig, DType, Experts
+from realhf.architecture.model import DecoderConfig, DType, Experts
+from realhf.architecture.named import LLAMA
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realhf.architecture.model import LLAMA
+from realhf.architecture.named import LLAMA
 from realhf.dataflow.graph import TRAIN_STEP
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.clusters import parse_cluster

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from realhf import cli
 from realhf.architecture.compute import MODES, Mode
-from realhf.architecture.model import DecoderConfig, model_type
+from realhf.architecture.model import DecoderConfig
+from realhf.architecture.named import model_type
 from realhf.base.errors import UserError
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.model.activations import activation_elements

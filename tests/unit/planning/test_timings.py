@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from realhf.architecture.model import LLAMA, DecoderConfig, DType, Experts
+from realhf.architecture.model import DecoderConfig, DType, Experts
+from realhf.architecture.named import LLAMA
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
