@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 
 from realhf.architecture.compute import MODES, Mode, ModeRules, modes_in, modes_text
@@ -129,15 +128,16 @@ def _gathers(op: ModuleOperator, sample: SampleCosts) -> int:
 def choose(
     problem: OsdpProblem, options: OsdpOptions, batch_size: int | None, group: dist.ProcessGroup | None
 ) -> ModulePlan:
-    """The plan of all ranks: rank 0's, which others get as numbers.
+    """The plan of all ranks: rank 0's.
 
     Raises:
         UserError: nothing fits, with the smallest memory that would do; or `options.modes` cannot be.
     """
     batches = range(1, options.max_batch + 1) if batch_size is None else range(batch_size, batch_size + 1)
-    rules = "replicated" if group is None else options.modes  # one rank cannot share
-    if rules is not None:
-        chosen, modes = _given(problem, rules_of(rules), batches)
+    if group is None:  # one rank cannot share
+        chosen, modes = _given(problem, "replicated", batches)
+    elif options.modes is not None:
+        chosen, modes = _given(problem, options.modes, batches)
     else:
         chosen = joined(_decided(slicings(problem, options.slices), batches, group))
         modes = {op.name: () for op in problem.operators}
@@ -160,47 +160,27 @@ def joined(plan: OsdpPlan) -> OsdpPlan:
     return replace(plan, problem=replace(plan.problem, operators=tuple(operators)), slices=tuple(slices))
 
 
-def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.ProcessGroup | None) -> OsdpPlan:
-    """The solution of rank 0 of the group, sent as one vector of numbers: problem, batch, bound, and all counts."""
-    cells = len(problems[0].operators) * len(problems[0].modes)
-    if group is None or group.size() == 1:
-        return solve(problems, batches)
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    numbers = torch.zeros(5 + cells, dtype=torch.float64, device=device)
+def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.ProcessGroup) -> OsdpPlan:
+    """The solution of rank 0 of the group, or its UserError, on every rank."""
+    found: list[OsdpPlan | UserError | None] = [None]
     if group.rank() == 0:
         try:
-            plan = solve(problems, batches)
-        except UserError:
-            dist.broadcast(numbers, group=group, group_src=0)  # zeros: nothing fits
-            raise
-        counts = [count for row in plan.slices for count in row]
-        head = [problems.index(plan.problem), plan.batch, plan.lower_bound_s, float(plan.proven), plan.search_s]
-        numbers.copy_(torch.tensor([*head, *counts], dtype=torch.float64))
-        dist.broadcast(numbers, group=group, group_src=0)
-        return plan
-    dist.broadcast(numbers, group=group, group_src=0)
-    if not numbers[1]:
-        solve(problems, batches)  # raises what rank 0 has
-    index, batch, lower_bound_s, proven, search_s, *counts = numbers.tolist()
-    problem, modes = problems[int(index)], len(problems[0].modes)
-    return OsdpPlan(
-        problem=problem,
-        batch=int(batch),
-        slices=tuple(tuple(map(int, counts[i * modes : (i + 1) * modes])) for i in range(len(problem.operators))),
-        lower_bound_s=lower_bound_s,
-        proven=bool(proven),
-        search_s=search_s,
-    )
+            found = [solve(problems, batches)]
+        except UserError as error:
+            found = [error]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    [plan] = found
+    if not isinstance(plan, OsdpPlan):
+        assert plan is not None, "rank 0 has sent nothing"
+        raise plan
+    return plan
 
 
-def rules_of(modes: str | ModeRules) -> ModeRules:
-    """One text for all operators is a rule, too."""
-    return (("*", modes),) if isinstance(modes, str) else tuple(modes)
-
-
-def _given(problem: OsdpProblem, rules: ModeRules, batches: range) -> tuple[OsdpPlan, dict[str, tuple[Mode, ...]]]:
-    """The plan of rules, with the largest batch that fits."""
-    modes = _ruled(problem.operators, rules)
+def _given(
+    problem: OsdpProblem, rules: str | ModeRules, batches: range
+) -> tuple[OsdpPlan, dict[str, tuple[Mode, ...]]]:
+    """The plan of rules (one text is for all operators), with the largest batch that fits."""
+    modes = _ruled(problem.operators, (("*", rules),) if isinstance(rules, str) else rules)
     cut = replace(problem, operators=tuple(replace(op, slices=len(modes[op.name])) for op in problem.operators))
     plan = given_plan(cut, [modes[op.name] for op in cut.operators], batches)
     if plan is None:

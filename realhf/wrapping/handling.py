@@ -2,9 +2,7 @@
 module."""
 
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from realhf.architecture.compute import Mode
 from realhf.planning.model.osdp.collective_costs import NO_COSTS, CollectiveCosts
 from realhf.planning.model.osdp.problem import Links
 from realhf.wrapping.choice import OsdpOptions, choose, problem_of
-from realhf.wrapping.measuring import OptimizerCosts, SampleCosts, synchronise
+from realhf.wrapping.measuring import OptimizerCosts, SampleCosts, seconds_of
 from realhf.wrapping.operators import operators_of
 from realhf.wrapping.trained import OsdpModule
 
@@ -25,17 +23,13 @@ NOTHING = SampleCosts(bytes_per_sample=0, seconds_per_sample=0.0, uses=Counter()
 
 
 def handling_seconds(
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    costs: CollectiveCosts,
-    clock: Callable[[], float] = time.perf_counter,
+    group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype, costs: CollectiveCosts
 ) -> float:
     """Seconds of each gather, and of each reduction, beside its collective (`costs`); never below 0, and the same on
     all ranks."""
     if group is None:
         return 0.0
-    slices = [_step_seconds(mode, group, device, dtype, clock) for mode in ("zero1", "sharded")]
+    slices = [_step_seconds(mode, group, device, dtype) for mode in ("zero1", "sharded")]
     taken = torch.tensor((slices[1] - slices[0]) / OPERATORS / USES, dtype=torch.float64, device=device)
     dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)
     size_bytes = FEATURES * FEATURES * dtype.itemsize
@@ -43,13 +37,7 @@ def handling_seconds(
     return max(taken.item() - known, 0.0)
 
 
-def _step_seconds(
-    mode: Mode,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    dtype: torch.dtype,
-    clock: Callable[[], float],
-) -> float:
+def _step_seconds(mode: Mode, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> float:
     """The median of a step of the small module with all operators in one mode."""
     linears = (nn.Linear(FEATURES, FEATURES, bias=False, device="meta") for _ in range(OPERATORS))
     module = nn.Sequential(*linears).to_empty(device=device).to(dtype)
@@ -61,12 +49,10 @@ def _step_seconds(
     plan = choose(problem, OsdpOptions(modes=mode), 1, group)
     wrapped = OsdpModule(module, operators, plan, lambda vectors: torch.optim.SGD(vectors), group, prefetch=True)
     inputs = torch.zeros(SAMPLES, FEATURES, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(WARM_UPS + READINGS):
-        synchronise(device)
-        start = clock()
+
+    def step() -> None:
         wrapped(inputs).sum().backward()
         wrapped.step()
-        synchronise(device)
-        seconds.append(clock() - start)
+
+    seconds = [seconds_of(step, device) for _ in range(WARM_UPS + READINGS)]
     return statistics.median(seconds[WARM_UPS:])

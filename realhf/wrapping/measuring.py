@@ -61,9 +61,7 @@ class OptimizerCosts:
     accumulate_s: float = 0.0
 
 
-def sample_costs(
-    module: nn.Module, example: Example, samples: int, clock: Callable[[], float] = time.perf_counter
-) -> SampleCosts:
+def sample_costs(module: nn.Module, example: Example, samples: int) -> SampleCosts:
     """Runs `example` on the module: `example(n)` gives the loss of n samples. Parameters and buffers stay as they were.
 
     Activations are the most bytes alive at the same time, recomputed ones included, gradients of parameters not. Their
@@ -82,7 +80,7 @@ def sample_costs(
         with _taking_gradients(module, _drop_gradient):
             for _ in range(READINGS):
                 touched.zero_()
-                seconds.append(_seconds(lambda: _run(example, samples), module, clock))
+                seconds.append(seconds_of(lambda: _run(example, samples), touched.device))
     return SampleCosts(
         bytes_per_sample=per_sample,
         seconds_per_sample=statistics.median(seconds) / samples,
@@ -92,11 +90,7 @@ def sample_costs(
 
 
 def optimizer_costs(
-    factory: OptimizerFactory,
-    dtype: torch.dtype,
-    device: torch.device,
-    share: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
+    factory: OptimizerFactory, dtype: torch.dtype, device: torch.device, share: int = 0
 ) -> OptimizerCosts:
     """Tries an optimizer on vectors of its own, with the passes over gradients that a step makes beside it: they are
     divided by the number of ranks, and then zeroed.
@@ -111,21 +105,18 @@ def optimizer_costs(
     elements = min(max(share, FEWEST_TRIED), MOST_TRIED)
     vector = torch.zeros(elements, dtype=dtype, device=device)
     optimizer = _stepped(factory, [vector], [torch.ones_like(vector)])
-    new = torch.zeros_like(vector)
+    new, gradient = torch.zeros_like(vector), vector.grad
+    assert gradient is not None
+
+    def update() -> None:
+        gradient.mul_(0.5)
+        optimizer.step()
+        gradient.zero_()
+
     updates, additions = [], []
     for _ in range(READINGS):
-        synchronise(device)
-        start = clock()
-        assert vector.grad is not None
-        vector.grad.mul_(0.5)
-        optimizer.step()
-        vector.grad.zero_()
-        synchronise(device)
-        updates.append(clock() - start)
-        start = clock()
-        vector.grad.add_(new)
-        synchronise(device)
-        additions.append(clock() - start)
+        updates.append(seconds_of(update, device))
+        additions.append(seconds_of(lambda: gradient.add_(new), device))
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return OptimizerCosts(
         state_bytes=sum(value.nbytes for value in states if value.numel() > 1) / elements,
@@ -292,16 +283,15 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _seconds(work: Callable[[], None], module: nn.Module, clock: Callable[[], float]) -> float:
-    device = next(module.parameters()).device
-    synchronise(device)
-    start = clock()
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """The seconds until the device has done `work`; what was queued before is done when they begin."""
+    _synchronise(device)
+    start = time.perf_counter()
     work()
-    synchronise(device)
-    return clock() - start
+    _synchronise(device)
+    return time.perf_counter() - start
 
 
-def synchronise(device: torch.device) -> None:
-    """Returns when the device has done its queued work."""
+def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -375,11 +375,12 @@ def test_the_choice_is_that_of_all_ranks() -> None:
 
 
 def handled(rank: int) -> list[float]:
-    """Seconds of handling by clocks on which a step with sharded operators takes 0.96 s more, and as long as others."""
+    """Seconds of handling where a step with sharded operators takes 0.96 s more, and where it takes no longer."""
     group, found = dist.group.WORLD, []
     for sharded_s in (1.0 + 0.96 * (1 + rank), 1.0):
-        times = [time for taken in (*[1.0] * 7, *[sharded_s] * 7) for time in (0.0, taken)]
-        found.append(handling_seconds(group, torch.device("cpu"), torch.float32, COSTS, lambda: times.pop(0)))  # noqa: B023
+        left = [*[1.0] * 7, *[sharded_s] * 7]
+        with mock.patch("realhf.wrapping.handling.seconds_of", lambda work, device: work() or left.pop(0)):  # noqa: B023
+            found.append(handling_seconds(group, torch.device("cpu"), torch.float32, COSTS))
     return found
 
 

@@ -1,6 +1,8 @@
 """What is measured of a sample and of an optimizer, against numbers by hand."""
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +16,15 @@ from realhf.wrapping.measuring import READINGS, optimizer_costs, sample_costs
 CPU = torch.device("cpu")
 
 
-def ticks(*seconds: float) -> Callable[[], float]:
-    """A clock of readings that take the given seconds."""
-    times = [time for taken in seconds for time in (0.0, taken)]
-    return lambda: times.pop(0)
+def taking(*seconds: float) -> Any:
+    """Within it readings take the given seconds."""
+    left = list(seconds)
+
+    def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+        work()
+        return left.pop(0)
+
+    return mock.patch("realhf.wrapping.measuring.seconds_of", seconds_of)
 
 
 def test_activations_of_a_sample_by_hand() -> None:
@@ -28,7 +35,8 @@ def test_activations_of_a_sample_by_hand() -> None:
     def example(samples: int) -> Tensor:
         return model(torch.ones(samples, 100)).exp().exp().sum()
 
-    costs = sample_costs(model, example, 4, ticks(3.0, 1.0, 2.0, 1.5, 9.0))
+    with taking(3.0, 1.0, 2.0, 1.5, 9.0):
+        costs = sample_costs(model, example, 4)
     assert costs.bytes_per_sample == 4 * 400
     assert costs.seconds_per_sample == 2.0 / 4
     assert model.weight.grad is None
@@ -80,7 +88,8 @@ def test_an_example_gives_a_loss(value: Tensor | None) -> None:
     ],
 )
 def test_states_of_an_optimizer(factory: Callable[[list[Tensor]], torch.optim.Optimizer], state_bytes: float) -> None:
-    costs = optimizer_costs(factory, torch.float32, CPU, clock=ticks(*[2.0**20, 2.0**19] * READINGS))
+    with taking(*[2.0**20, 2.0**19] * READINGS):
+        costs = optimizer_costs(factory, torch.float32, CPU)
     assert costs.state_bytes == state_bytes
     assert (costs.update_s, costs.accumulate_s) == (1.0, 0.5)
 
