@@ -54,6 +54,11 @@ class DataOptions(Settings):
         if self.too_long not in get_args(TooLong):
             raise UserError(f"too_long={self.too_long!r} is not known; choose from {', '.join(get_args(TooLong))}")
 
+    @property
+    def may_drop(self) -> bool:
+        """Whether rows may be left out."""
+        return self.too_long != "error" and (self.max_prompt_tokens, self.max_tokens) != (None, None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleOptions(DataOptions):

@@ -1,6 +1,7 @@
 """Files from outside may be anything: they are opened only where they are regular, and read and decoded in bounds."""
 
 import errno
+import hashlib
 import os
 import re
 import stat
@@ -66,6 +67,12 @@ def read_bytes(path: str | Path, limit_bytes: int = MAX_BYTES) -> bytes:
     if len(content) > limit_bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit_bytes:,} bytes", str(path))
     return content
+
+
+def file_digest(path: Path) -> str:
+    """The hexadecimal SHA-256 of a regular file's content. Raises OSError."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: str | Path, errors: str = "strict", limit_bytes: int = MAX_BYTES) -> str:

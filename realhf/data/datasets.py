@@ -43,7 +43,9 @@ class PromptDataset(TextDataset):
             chat = writer.chat(roles["messages"], record[roles["messages"]])
             draft = writer.prompt(chat[:-1] if chat[-1]["role"] == "assistant" else chat)
         else:
-            draft = _prompt_draft(self, record, roles["prompt"], writer)
+            column, value = roles["prompt"], record[roles["prompt"]]
+            as_chat = isinstance(value, list) or self.as_chat or self.system
+            draft = writer.prompt(_chat_of(value, column, writer)) if as_chat else Draft(prompt=text_of(column, value))
         if not self.with_answer:
             return draft
         answer = Response(text=text_of(roles["answer"], record[roles["answer"]]))
@@ -174,13 +176,6 @@ def _pair_of_chats(prompt: object, field: str, sides: list[tuple[str, object]], 
     else:
         chat = _chat_of(prompt, field, writer)
     return writer.answers(chat, turns)
-
-
-def _prompt_draft(dataset: TextDataset, record: Record, column: str, writer: ChatWriter) -> Draft:
-    value = record[column]
-    if isinstance(value, list) or dataset.as_chat or dataset.system:
-        return writer.prompt(_chat_of(value, column, writer))
-    return Draft(prompt=text_of(column, value))
 
 
 def _chat_of(value: object, column: str, writer: ChatWriter) -> Chat:

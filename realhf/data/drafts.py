@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.data.chat_template import ChatTemplate, TemplateError
+from realhf.data.chat_template import ChatTemplate
 from realhf.data.tokenizer import TextTokenizer
 
 Chat = list[dict[str, Any]]
@@ -40,7 +40,7 @@ class Draft:
 
 
 class ChatWriter:
-    """Writes chats with a tokenizer's template.
+    """Writes chats with a tokenizer's template. What writes one also raises TemplateError where the template does.
 
     Args:
         system: the content of a system turn in front of chats that have none; "" adds none.
@@ -72,7 +72,7 @@ class ChatWriter:
         """The prompt of an assistant's turn that follows a chat.
 
         Raises:
-            ValueError: the chat has no user's turn, or the template refuses it.
+            ValueError: the chat has no user's turn.
         """
         return Draft(prompt=self._prompt_text(chat), is_chat=True)
 
@@ -83,7 +83,7 @@ class ChatWriter:
             ValueError: as `prompt`; or the text of a continuation does not begin with the prompt's.
         """
         prompt = self._prompt_text(chat)
-        wholes = [self._text([*chat, *turns]) for turns in continuations]
+        wholes = [self._template.render([*chat, *turns]) for turns in continuations]
         if not all(whole.startswith(prompt) for whole in wholes):
             raise ValueError(
                 "the chat template begins the assistant's turn differently in a prompt and in a whole chat, so prompt "
@@ -122,7 +122,8 @@ class ChatWriter:
 
     def _span(self, chat: Chat, place: int, whole: str) -> tuple[int, int]:
         """The characters of one turn of the assistant, its end token included."""
-        before, behind = self._text(chat[:place], with_header=True), self._text(chat[: place + 1])
+        before = self._template.render(chat[:place], add_generation_prompt=True)
+        behind = self._template.render(chat[: place + 1])
         if not (whole.startswith(before) and whole.startswith(behind) and len(before) < len(behind)):
             raise ValueError(
                 "the chat template changes earlier turns when later ones follow, so the assistant's turns cannot be "
@@ -134,32 +135,17 @@ class ChatWriter:
 
     def _prompt_text(self, chat: Chat) -> str:
         self._check_user(chat)
-        return self._text(chat, with_header=True)
+        return self._template.render(chat, add_generation_prompt=True)
 
     def _check_user(self, chat: Chat) -> None:
         if not any(turn["role"] == "user" for turn in chat):
             roles = ", ".join(turn["role"] for turn in chat) or "none"
             raise ValueError(f"the chat has no user's turn (its roles: {roles}), so there is no question to answer")
 
-    def _text(self, chat: Chat, *, with_header: bool = False) -> str:
-        try:
-            return self._template.render(chat, add_generation_prompt=with_header)
-        except TemplateError as error:
-            raise _refused(error) from None
-
     def _marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         if "generation" not in self._template.source:
-            return self._text(chat), []
-        try:
-            return self._template.render_marked(chat)
-        except TemplateError as error:
-            raise _refused(error) from None
-
-
-def _refused(error: TemplateError) -> ValueError:
-    return ValueError(
-        f"the chat template refuses the chat ({error}); correct the chat, or give another template with chat_template"
-    )
+            return self._template.render(chat), []
+        return self._template.render_marked(chat)
 
 
 def text_of(field: str, value: Any) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realhf.api.data_options import TooLong
+from realhf.api.data_options import DataOptions
 from realhf.data.drafts import Draft, Response
 from realhf.data.tokenizer import TextTokenizer, Tokens
 
@@ -23,28 +23,16 @@ class EncodedRow:
     is_cut: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The most tokens of a prompt, and of a prompt with its longest response; None: any number."""
-
-    max_prompt_tokens: int | None = None
-    max_tokens: int | None = None
-    too_long: TooLong = "error"
-
-    @property
-    def may_drop(self) -> bool:
-        return self.too_long != "error" and (self.max_prompt_tokens, self.max_tokens) != (None, None)
-
-
 class DraftEncoder:
     """Encodes drafts.
 
     Args:
         end_token: ends a response that a template has not ended.
+        limits: of the options of a data set, the limits that rows have.
         joins: whether a response follows its prompt in one sequence, which `max_tokens` limits.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, end_token: int, limits: Limits, *, joins: bool):
+    def __init__(self, tokenizer: TextTokenizer, end_token: int, limits: DataOptions, *, joins: bool):
         self._tokenizer, self._end, self._limits, self._joins = tokenizer, end_token, limits, joins
         self._ends = {*tokenizer.end_tokens, end_token}
         self._begins = {tokenizer.begin, *tokenizer.encode("")[:1]}

@@ -1,7 +1,6 @@
 """Checks before a run that every model can read the tokens and the lengths that will reach it."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from realhf.api.generation import GenerationOptions
 from realhf.base.errors import UserError
 from realhf.data.recorded import read_recorded
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
-from realhf.dataflow.interface import InterfaceConfig
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,8 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
         if not call.uses_model:
             continue
         _check_ids(call, extent)
-        _check_options(call)
         if call.generates:
+            _check_options(call)
             response = _with_response(call, lengths)
             _check_length(call, response)
             lengths |= {key: response for key in call.output_data[:1] if response}
@@ -90,18 +88,13 @@ def _check_ids(call: ModelFunctionCallDef, extent: DatasetExtent) -> None:
 
 
 def _check_options(call: ModelFunctionCallDef) -> None:
-    for options in _generation_options(call.interface_impl) if call.generates else ():
-        _check_id(call, max(options.end_token, 0), f"eos_token={options.end_token}", "give the model's, or -1 for none")
-        for stop in options.stop_sequences:
-            for token in stop:
-                what = f"stop_sequences has the token id {token} in {stop}"
-                _check_id(call, token, what, "give sequences of the model's tokens")
-
-
-def _generation_options(config: InterfaceConfig) -> Iterator[GenerationOptions]:
-    """The generation options of an interface: itself, and its fields."""
-    fields = (getattr(config, field.name) for field in dataclasses.fields(config))
-    return (options for options in (config, *fields) if isinstance(options, GenerationOptions))
+    if not isinstance(options := call.interface_impl, GenerationOptions):
+        return
+    _check_id(call, max(options.end_token, 0), f"eos_token={options.end_token}", "give the model's, or -1 for none")
+    for stop in options.stop_sequences:
+        for token in stop:
+            what = f"stop_sequences has the token id {token} in {stop}"
+            _check_id(call, token, what, "give sequences of the model's tokens")
 
 
 def _check_id(call: ModelFunctionCallDef, token: int, what: str, remedy: str) -> None:

@@ -2,14 +2,14 @@
 it began with. No torch here."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from realhf.api.experiment import Dataset
 from realhf.base.errors import UserError
 from realhf.base.files import read_versioned, write_atomically, writing_a_run
-from realhf.data.files.digest import known_digest, weights_digest
+from realhf.data.files.digest import known_digest
 from realhf.data.files.opening import data_files
 from realhf.data.merged import MergedDataset
 from realhf.data.recorded import step_folder
@@ -89,7 +89,8 @@ def _read(run: Run) -> Iterator[tuple[str, list[Path], Callable[[Path], str]]]:
     sets = [("data set", run.experiment.dataset)]
     sets += [("evaluation's data set", run.evaluation.dataset)] if run.evaluation else []
     for what, dataset in sets:
-        for part in _parts(dataset):
+        assert isinstance(dataset, TextDataset | MergedDataset), "workers read no other"
+        for part in dataset.parts:
             yield what, data_files(part.path), known_digest
             yield f"tokenizer of the {what}", tokenizer_files(part.tokenizer, part.chat_template), known_digest
     graphs = [run.graph, *([run.evaluation_graph] if run.evaluation_graph else [])]
@@ -99,18 +100,11 @@ def _read(run: Run) -> Iterator[tuple[str, list[Path], Callable[[Path], str]]]:
                 yield f"code of {call.name}", list(map(Path, call.interface_impl.read_files)), known_digest
     for name, setup in run.models.items():
         if setup.checkpoint is not None and not (run.spec.resume_step and name in run.changing_models):
-            yield f"checkpoint of model {name}", checkpoint_files(setup.checkpoint), weights_digest
+            yield f"checkpoint of model {name}", checkpoint_files(setup.checkpoint), partial(known_digest, sampled=True)
     if run.spec.replay:
         for step in range(run.spec.resume_step, run.experiment.steps):
             folder = step_folder(Path(run.spec.replay), step)
             yield f"replayed step {step + 1}", sorted(folder.glob("*.safetensors")), known_digest
-
-
-def _parts(dataset: Dataset) -> tuple[TextDataset, ...]:
-    if isinstance(dataset, MergedDataset):
-        return dataset.parts
-    assert isinstance(dataset, TextDataset), "workers read no other"
-    return (dataset,)
 
 
 def _changes(before: Files, now: Files) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from realhf.api.experiment import Dataset
 from realhf.data.files.rows import Record
 from realhf.data.merged import MergedDataset
 from realhf.data.row_order import row_of
@@ -30,10 +31,9 @@ class DatasetRows:
         UserError: the file cannot be read.
     """
 
-    def __init__(
-        self, dataset: TextDataset | MergedDataset, seed: int | None, batch_size: int, samples_per_prompt: int = 1
-    ):
-        dataset, *others = dataset.parts if isinstance(dataset, MergedDataset) else (dataset,)
+    def __init__(self, dataset: Dataset, seed: int | None, batch_size: int, samples_per_prompt: int = 1):
+        assert isinstance(dataset, TextDataset | MergedDataset), "there are no other rows"
+        first, *others = dataset.parts
         self._others = [
             DatasetRows(other, None if seed is None else seed + number, batch_size)
             for number, other in enumerate(others, 1)
@@ -43,8 +43,8 @@ class DatasetRows:
         self.batch_size = batch_size
         self.samples_per_prompt = samples_per_prompt
         self.rows_per_step = batch_size // samples_per_prompt
-        self._opened = dataset.open()
-        self._kept = dataset.kept_rows()
+        self._opened = first.open()
+        self._kept = first.kept_rows()
         self._rows: OrderedDict[int, dict[str, Tokens]] = OrderedDict()  # the most recently used last
 
     @property

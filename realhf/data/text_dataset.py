@@ -18,8 +18,9 @@ import numpy as np
 from realhf.api.data_options import DataOptions
 from realhf.api.experiment import DatasetExtent, KeyExtent, KeyLengths
 from realhf.base.errors import UserError
+from realhf.data.chat_template import TemplateError
 from realhf.data.drafts import ChatWriter, Draft
-from realhf.data.encoding import DraftEncoder, EncodedRow, Limits
+from realhf.data.encoding import DraftEncoder, EncodedRow
 from realhf.data.fields import Columns
 from realhf.data.files.opening import data_files, open_rows
 from realhf.data.files.rows import Record
@@ -58,7 +59,7 @@ class TextDataset(DataOptions, ABC):
 
     @abstractmethod
     def draft(self, record: Record, roles: Mapping[str, str], writer: ChatWriter) -> Draft:
-        """The texts of a row. Raises ValueError naming the fault."""
+        """The texts of a row. Raises ValueError naming the fault, and TemplateError."""
 
     @abstractmethod
     def columns(self, row: EncodedRow) -> dict[str, Tokens]:
@@ -98,7 +99,7 @@ class TextDataset(DataOptions, ABC):
         Raises:
             UserError: as `check`.
         """
-        if not self.limits.may_drop:
+        if not self.may_drop:
             return None
         kept = kept_on_disk(type(self).__name__, msgspec.to_builtins(self))
         return self._scan().kept if kept is None else kept
@@ -112,8 +113,9 @@ class TextDataset(DataOptions, ABC):
         return self._scan().text
 
     @property
-    def limits(self) -> Limits:
-        return Limits(max_prompt_tokens=self.max_prompt_tokens, max_tokens=self.max_tokens, too_long=self.too_long)
+    def parts(self) -> "tuple[TextDataset, ...]":
+        """The data set itself: see `MergedDataset`."""
+        return (self,)
 
     def field_options(self) -> dict[str, str]:
         """By option (`prompt_field`) the column that the user names, "" for none."""
@@ -146,13 +148,8 @@ class OpenDataset:
         self.file = open_rows(dataset.path)
         columns = Columns(dataset.path, self.file.columns(), dataset.field_options())
         self.roles = dataset.roles(columns)
-        self._writer = ChatWriter(self.tokenizer, dataset.system)
-        self._encoder = DraftEncoder(self.tokenizer, self._end_token(), dataset.limits, joins=dataset.joins)
-
-    @property
-    def writes_chats(self) -> bool:
-        """Whether a row so far was a chat."""
-        return self._writer.has_written
+        self.writer = ChatWriter(self.tokenizer, dataset.system)
+        self._encoder = DraftEncoder(self.tokenizer, self._end_token(), dataset, joins=dataset.joins)
 
     def row(self, row: int) -> dict[str, Tokens]:
         """The tokens of every key of a row that is not left out; `row` counts from 0. Raises as `encode`."""
@@ -187,7 +184,12 @@ class OpenDataset:
                 f"{', '.join(self.roles.values())}; add it or delete the line"
             )
         try:
-            return self.dataset.draft(record, self.roles, self._writer)
+            return self.dataset.draft(record, self.roles, self.writer)
+        except TemplateError as error:
+            raise UserError(
+                f"{self.file.place(row)}: the chat template refuses the chat ({error}); correct the chat, or give "
+                "another template with chat_template"
+            ) from None
         except ValueError as error:
             remedy = "" if ";" in str(error) else "; correct it or delete the line"
             raise UserError(f"{self.file.place(row)}: {error}{remedy}") from None
@@ -219,29 +221,11 @@ class _Scan:
     text: str
 
 
-@dataclass
-class _KeyScan:
-    """The tokens of a key over the rows so far, with the row of each maximum."""
-
-    total: int = 0
-    squares: int = 0
-    longest: tuple[int, int] = (-1, 0)
-    largest: tuple[int, int] = (-1, 0)
-
-    def add(self, row: int, tokens: Tokens) -> None:
-        self.total += len(tokens)
-        self.squares += len(tokens) ** 2
-        if len(tokens) > self.longest[0]:
-            self.longest = len(tokens), row
-        if (most := max(tokens, default=0)) > self.largest[0]:
-            self.largest = most, row
-
-
 @lru_cache(maxsize=8)
 def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Scan:
     """Reads a data set whose files have these sizes and times; several parts of the launcher ask for it."""
     opened = dataset.open()
-    keys = {key: _KeyScan() for key in dataset.token_keys}
+    seen = {key: (array("q"), array("q")) for key in dataset.token_keys}  # of each row: tokens, largest token
     kept, cut = array("q"), 0
     for number, row in opened.rows():
         if row is None:
@@ -249,8 +233,9 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
         kept.append(number)
         cut += row.is_cut
         values = dataset.columns(row)
-        for key, lengths in keys.items():
-            lengths.add(number, values[key])
+        for key, (lengths, largest) in seen.items():
+            lengths.append(len(values[key]))
+            largest.append(max(values[key], default=0))
     dropped = len(opened.file) - len(kept)
     if not kept:
         limits = ", ".join(f"{name}={getattr(dataset, name)}" for name in ("max_prompt_tokens", "max_tokens"))
@@ -263,14 +248,14 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
         rows=len(kept),
         keys={
             key: KeyExtent(
-                mean=lengths.total / len(kept),
-                mean_square=lengths.squares / len(kept),
-                longest=lengths.longest[0],
-                longest_at=opened.file.place(lengths.longest[1]),
-                largest=lengths.largest[0],
-                largest_at=opened.file.place(lengths.largest[1]),
+                mean=lengths.sum().item() / len(kept),
+                mean_square=(lengths**2).sum().item() / len(kept),
+                longest=lengths.max().item(),
+                longest_at=opened.file.place(kept[lengths.argmax()]),
+                largest=largest.max().item(),
+                largest_at=opened.file.place(kept[largest.argmax()]),
             )
-            for key, lengths in keys.items()
+            for key, (lengths, largest) in ((key, map(np.asarray, columns)) for key, columns in seen.items())
         },
         tokenizer=str(opened.tokenizer.path),
         largest_token=opened.tokenizer.largest_token,
@@ -279,7 +264,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
         columns=tuple(opened.file.columns()),
     )
     rows = np.frombuffer(kept, np.int64)
-    if dataset.limits.may_drop:
+    if dataset.may_drop:
         keep_on_disk(type(dataset).__name__, msgspec.to_builtins(dataset), rows)
     return _Scan(extent, rows, _description(opened, extent))
 
@@ -290,7 +275,7 @@ def _description(opened: OpenDataset, extent: DatasetExtent) -> str:
         f"{key}: {found.mean:.1f} tokens on average, at most {found.longest}" for key, found in extent.keys.items()
     )
     parts = [f"data set {extent.path}: {extent.rows:,} row{'s' * (extent.rows != 1)}", f"columns {roles}", lengths]
-    if opened.writes_chats:
+    if opened.writer.has_written:
         parts.append(
             "chats by " + ("the chat_template given" if opened.dataset.chat_template else "the tokenizer's template")
         )

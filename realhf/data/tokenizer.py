@@ -1,6 +1,6 @@
 """Text to tokens and back, with the files that a Hugging Face model has for it. No torch here."""
 
-import contextlib
+import os
 from collections.abc import Sequence
 from datetime import date as calendar_date
 from functools import cached_property
@@ -32,11 +32,7 @@ def tokenizer_files(location: str, chat_template: str = "") -> list[Path]:
     folder, main = (place, place / TOKENIZER_FILE) if place.is_dir() else (place.parent, place)
     files = [main, *(folder / name for name in _BESIDE), *sorted((folder / _TEMPLATES).glob("*.jinja"))]
     files += [Path(chat_template)] if chat_template else []
-    found = []
-    for path in files:
-        with contextlib.suppress(OSError):  # a template's text may be too long for a name
-            found += [path] if path.is_file() else []
-    return found
+    return [path for path in files if os.path.isfile(path)]  # a template's text may be too long for a name
 
 
 class TextTokenizer:
@@ -197,13 +193,11 @@ class TextTokenizer:
     def _template_texts(self) -> dict[str, str]:
         """By name; files take the place of the configuration's."""
         folder = self.path.parent
-        found = {}
+        files = {file.stem: file for file in sorted((folder / _TEMPLATES).glob("*.jinja"))}
         if (file := folder / "chat_template.jinja").is_file():
-            found["default"] = self._text(file)
-        for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
-            found[file.stem] = self._text(file)
-        if found:
-            return found
+            files = {"default": file} | files
+        if files:
+            return {name: self._text(file) for name, file in files.items()}
         match self._config.get("chat_template"):
             case str(text):
                 return {"default": text}

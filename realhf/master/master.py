@@ -11,9 +11,7 @@ from msgspec.structs import asdict, replace
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import writing_a_run
 from realhf.data.inputs import check_inputs
-from realhf.data.merged import MergedDataset
 from realhf.data.rows import DatasetRows
-from realhf.data.text_dataset import TextDataset
 from realhf.dataflow.copies import with_copies
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.master.clocks import WorkerClocks
@@ -305,7 +303,6 @@ class Master:
             return
         self._recorder.set(f"evaluation after step {step}")
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
-        assert isinstance(evaluation.dataset, TextDataset | MergedDataset), "workers read no other"
         rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size, graph.samples_per_prompt)
         planned = PlannedGraph(
             "evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload,

@@ -12,10 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from realhf.api.experiment import Dataset
-from realhf.data.loader import DatasetReader
-from realhf.data.merged import MergedDataset
-from realhf.data.text_dataset import TextDataset
+from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch
@@ -85,13 +82,14 @@ class ModelWorker:
             layouts, rank, self._timeout_s, sharing_ranks(calls), waits, sharing_ranks(calls, beside=True)
         )
         self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
-        self._readers: dict[Split, DatasetReader] = {
-            "train": _reader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size, run.graph)
+        dataset, seed = run.experiment.dataset, run.experiment.seed
+        self._readers: dict[Split, DatasetRows] = {
+            "train": DatasetRows(dataset, seed, run.settings.batch_size, run.graph.samples_per_prompt)
         }
         if run.evaluation and run.evaluation_graph:
             self._graphs["evaluation"] = run.evaluation_graph
-            self._readers["evaluation"] = _reader(
-                run.evaluation.dataset, None, run.evaluation.batch_size, run.evaluation_graph
+            self._readers["evaluation"] = DatasetRows(
+                run.evaluation.dataset, None, run.evaluation.batch_size, run.evaluation_graph.samples_per_prompt
             )
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
@@ -304,7 +302,9 @@ class ModelWorker:
         graph = self._graphs[batch.split]
         from_rows = [key for key in definition.input_data if key in graph.dataset_keys]
         with self._reading:
-            samples = self._readers[batch.split].read(batch.step, ids, from_rows).to(self._device)
+            rows = self._readers[batch.split].tokens(batch.step, ids)
+        columns = {key: [torch.tensor(row[key], dtype=torch.int64) for row in rows] for key in from_rows}
+        samples = Batch(ids, columns).to(self._device)
         samples = self._store.add_columns(batch, samples, [k for k in definition.input_data if k in graph.producers])
         if (
             self._run.spec.replay
@@ -355,8 +355,3 @@ class ModelWorker:
                 is_copied = not request.is_last or name in self._run.plan.offload
                 snapshots[name] = snapshot(model.state(), copied=is_copied)
         self._writer.start(request.directory, snapshots)
-
-
-def _reader(dataset: Dataset, seed: int | None, batch_size: int, graph: DataflowGraph) -> DatasetReader:
-    assert isinstance(dataset, TextDataset | MergedDataset), "workers read no other"
-    return DatasetReader(dataset, seed, batch_size, graph.samples_per_prompt)

@@ -4,8 +4,6 @@ Rows of Arrow files are read where they lie, in the mapped file. Parquet is comp
 small file is held in memory; a large one is written once as an Arrow file, under the digest of its content.
 """
 
-import os
-import tempfile
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from realhf.base.errors import UserError
+from realhf.base.files import replacing
 from realhf.data.files.digest import content_digest
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
@@ -110,15 +109,9 @@ def open_parquet(path: Path) -> ArrowFile:
 def _write_arrow(pyarrow: ModuleType, file: Any, target: Path) -> None:
     """Appears complete or not at all, also where several processes write it at once."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-    os.close(handle)
-    try:
-        with pyarrow.OSFile(part, "wb") as sink, pyarrow.ipc.new_file(sink, file.schema_arrow) as writer:
-            for batch in file.iter_batches(BATCH_ROWS):
-                writer.write_batch(batch)
-        os.replace(part, target)
-    finally:
-        Path(part).unlink(missing_ok=True)
+    with replacing(target) as sink, pyarrow.ipc.new_file(sink, file.schema_arrow) as writer:
+        for batch in file.iter_batches(BATCH_ROWS):
+            writer.write_batch(batch)
 
 
 def _pyarrow(path: Path) -> ModuleType:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from realhf.base.reading import open_regular
-from realhf.models.checkpoint_digest import file_digest
+from realhf.base.reading import file_digest, open_regular
 
 # From a larger file of weights, evenly spread parts of this total size are read: training changes nearly all numbers.
 _SAMPLED_BYTES = 2**24
@@ -22,17 +21,11 @@ def content_digest(paths: Sequence[Path]) -> str:
     return hashlib.sha256("".join(map(known_digest, paths)).encode()).hexdigest()
 
 
-def known_digest(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's content. A process reads a file once, until it changes. Raises OSError."""
-    return _digest(path, sampled=False)
+def known_digest(path: Path, *, sampled: bool = False) -> str:
+    """The hexadecimal SHA-256 of a file's content. A process reads a file once, until it changes. Raises OSError.
 
-
-def weights_digest(path: Path) -> str:
-    """As `known_digest`, but reads only the beginning, the end and parts in between of a file above 16 MiB."""
-    return _digest(path, sampled=True)
-
-
-def _digest(path: Path, *, sampled: bool) -> str:
+    sampled: reads only the beginning, the end and parts in between of a file above 16 MiB.
+    """
     found = path.stat()
     is_settled = time.time() - max(found.st_mtime, found.st_ctime) > _SETTLED_S
     seen = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

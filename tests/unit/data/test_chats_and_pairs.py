@@ -300,7 +300,7 @@ def test_the_common_beginning_is_that_of_trl_up_to_a_word() -> None:
             SFTDataset,
             {"messages": turns("a", "b")},
             {"chat_template": "{% generation %}{{ raise_exception('no ' + 'way') }}{% endgeneration %}"},
-            "refuses the chat (no way)",
+            "refuses the chat (no way); correct the chat, or give another template with chat_template",
         ),
         (
             PromptDataset,

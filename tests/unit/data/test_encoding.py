@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from realhf.api.data_options import TooLong
+from realhf.api.data_options import DataOptions, TooLong
 from realhf.data import sort_task
 from realhf.data.drafts import Draft, Response
-from realhf.data.encoding import DraftEncoder, EncodedRow, Limits
+from realhf.data.encoding import DraftEncoder, EncodedRow
 from realhf.data.tokenizer import TextTokenizer
 
 A, B, C, D, BEGIN, END, SPACE, STAR = 4, 5, 6, 7, 1, 2, 31, 30
@@ -22,10 +22,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(path)
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = DataOptions()
 
 
-def one(tokenizer: TextTokenizer, draft: Draft, limits: Limits = NO_LIMITS, *, joins: bool = True) -> EncodedRow | None:
+def one(
+    tokenizer: TextTokenizer, draft: Draft, limits: DataOptions = NO_LIMITS, *, joins: bool = True
+) -> EncodedRow | None:
     [found] = DraftEncoder(tokenizer, END, limits, joins=joins).encode([draft])
     if isinstance(found, ValueError):
         raise found
@@ -48,15 +50,15 @@ TEXT = Draft(prompt="", responses=(Response(text="abc"),), has_prompt=False)
 @pytest.mark.parametrize(
     ("limits", "may_drop"),
     [
-        (Limits(), False),
-        (Limits(too_long="drop"), False),
-        (Limits(max_tokens=3), False),
-        (Limits(max_tokens=3, too_long="drop"), True),
-        (Limits(max_prompt_tokens=3, too_long="truncate_left"), True),
-        (Limits(max_prompt_tokens=3, max_tokens=3, too_long="error"), False),
+        (DataOptions(), False),
+        (DataOptions(too_long="drop"), False),
+        (DataOptions(max_tokens=3), False),
+        (DataOptions(max_tokens=3, too_long="drop"), True),
+        (DataOptions(max_prompt_tokens=3, too_long="truncate_left"), True),
+        (DataOptions(max_prompt_tokens=3, max_tokens=3, too_long="error"), False),
     ],
 )
-def test_whether_limits_may_drop_a_row(limits: Limits, may_drop: bool) -> None:
+def test_whether_limits_may_drop_a_row(limits: DataOptions, may_drop: bool) -> None:
     assert limits.may_drop is may_drop
 
 
@@ -85,7 +87,7 @@ def test_many_drafts_keep_their_order(tokenizer: TextTokenizer) -> None:
         text("A"),
         text("b", prompt="a", is_chat=True),
     ]
-    first, second, third, fourth = DraftEncoder(tokenizer, END, Limits(), joins=True).encode(drafts)
+    first, second, third, fourth = DraftEncoder(tokenizer, END, DataOptions(), joins=True).encode(drafts)
     assert first == EncodedRow([BEGIN, A], [[B, END]])
     assert second == EncodedRow([B], [[A, END]])
     assert isinstance(third, ValueError)
@@ -113,7 +115,7 @@ def test_a_response_ends_with_one_end_token(response: str, tokens: list[int], to
 
 def test_every_token_that_may_end_a_response_counts(tokenizer: TextTokenizer) -> None:
     """The tokenizer's and the one that is given; the given one ends what has none."""
-    [found] = DraftEncoder(tokenizer, STAR, Limits(), joins=True).encode([text("c<eos>", "c*", "c")])
+    [found] = DraftEncoder(tokenizer, STAR, DataOptions(), joins=True).encode([text("c<eos>", "c*", "c")])
     assert found == EncodedRow([BEGIN, A, B], [[C, END], [C, STAR], [C, STAR]])
 
 
@@ -144,8 +146,8 @@ def test_white_space_behind_an_end_token_is_in_no_mask(tokenizer: TextTokenizer)
         one(tokenizer, whole("abA", (2, 3)))
 
 
-def limits(prompt: int | None, both: int | None, too_long: TooLong) -> Limits:
-    return Limits(max_prompt_tokens=prompt, max_tokens=both, too_long=too_long)
+def limits(prompt: int | None, both: int | None, too_long: TooLong) -> DataOptions:
+    return DataOptions(max_prompt_tokens=prompt, max_tokens=both, too_long=too_long)
 
 
 PROMPT = [BEGIN, A, B, C]  # and a response of two tokens

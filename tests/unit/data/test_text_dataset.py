@@ -12,9 +12,8 @@ from realhf.api.experiment import DatasetExtent, KeyExtent, KeyLengths
 from realhf.base.errors import UserError
 from realhf.data import kept_rows, sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
-from realhf.data.encoding import Limits
 from realhf.data.rows import DatasetRows
-from realhf.data.text_dataset import TextDataset, _KeyScan
+from realhf.data.text_dataset import TextDataset
 from tests.unit.data.test_drafts import PLAIN, turns
 
 
@@ -56,17 +55,6 @@ def test_the_extent_of_examples(folder: Path) -> None:
     )
     lengths = dataset.lengths()
     assert lengths == {"tokens": KeyLengths(14 / 3, 5, 22.0), "prompt_length": KeyLengths(1.0, 1, 1.0)}
-
-
-def test_an_empty_value_counts() -> None:
-    found = _KeyScan()
-    found.add(3, [])
-    assert (found.total, found.squares, found.longest, found.largest) == (0, 0, (0, 3), (0, 3))
-    found.add(4, [0])
-    assert (found.total, found.squares, found.longest, found.largest) == (1, 1, (1, 4), (0, 3))
-    found.add(5, [2, 7, 5])
-    found.add(6, [7, 7, 7])
-    assert (found.total, found.squares, found.longest, found.largest) == (7, 19, (3, 5), (7, 5))
 
 
 def test_rows_that_are_cut_and_dropped(folder: Path) -> None:
@@ -125,10 +113,8 @@ def test_kept_rows_are_all_or_those_within_limits(folder: Path) -> None:
     assert [row for row, encoded in kept.open().rows() if encoded is not None] == [1, 3]
 
 
-def test_limits_and_columns_are_those_of_the_options() -> None:
-    paths = {"path": "a", "tokenizer": "b"}
-    dataset = SFTDataset(**paths, max_prompt_tokens=3, max_tokens=7, too_long="drop", text_field="c", prompt_field="d")
-    assert dataset.limits == Limits(max_prompt_tokens=3, max_tokens=7, too_long="drop")
+def test_columns_are_those_of_the_options() -> None:
+    dataset = SFTDataset(path="a", tokenizer="b", text_field="c", prompt_field="d")
     fields = {"prompt_field": "d", "messages_field": "", "response_field": "", "text_field": "c"}
     assert dataset.field_options() == fields
 
@@ -190,10 +176,10 @@ def test_the_template_the_date_and_the_system_turn_of_a_data_set(folder: Path) -
     template = PLAIN + "{{ strftime_now('%d') }}"
     dataset = make(folder, PromptDataset, {"prompt": "a"}, chat_template=template, chat_date="2024-05-17", system="x")
     opened = dataset.open()
-    assert not opened.writes_chats
+    assert not opened.writer.has_written
     with pytest.raises(UserError, match=re.escape("line 1: ':' in 's:x|u:a|a:17' has no token")):
         opened.row(0)
-    assert opened.writes_chats
+    assert opened.writer.has_written
 
 
 def test_the_length_of_the_samples_of_a_step(folder: Path) -> None:
