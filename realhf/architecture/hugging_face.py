@@ -16,15 +16,6 @@ from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file
 
 
-def read_config(path: Path) -> DecoderConfig:
-    """The decoder, under a language-model head, that a Hugging Face `config.json` describes.
-
-    Raises:
-        UserError: the file cannot be read, lacks a field, is of an unknown family or has an unsupported setting.
-    """
-    return decoder_of(config_content(path), path)
-
-
 def config_content(path: Path) -> Content:
     """The content of a config.json; only the language model's part, where it describes more.
 
@@ -55,7 +46,11 @@ def family_of(content: Mapping[str, Any], path: Path | str = "config.json") -> F
 
 
 def decoder_of(content: Mapping[str, Any], path: Path | str = "config.json") -> DecoderConfig:
-    """The decoder of the content of a config.json; `path` is for errors. Raises as `read_config`."""
+    """The decoder, under a language-model head, that the content of a config.json describes; `path` is for errors.
+
+    Raises:
+        UserError: the content lacks a field, is of an unknown family or has an unsupported setting.
+    """
     fields = Fields(content, path)
     family = family_of(content, path)
     fields.refuse("quantization_config")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realhf.architecture.hugging_face import read_config
+from realhf.architecture.hugging_face import config_content, decoder_of
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 
@@ -17,7 +17,8 @@ _QWEN3: Mapping[str, Any] = {**_QWEN, "qk_norm": True, "attention_head_dim": 128
 
 def _decoder(*sizes: int, **fields: Any) -> DecoderConfig:
     """The decoder of some `_SIZES`, with the fields in which its family differs from Llama."""
-    return DecoderConfig(**dict(zip(_SIZES, sizes, strict=True)), **fields)
+    fields |= dict(zip(_SIZES, sizes, strict=True))
+    return DecoderConfig(**fields)
 
 
 # The architectures of ReaL's measurements (arXiv 2406.14088; Meta calls 7b 8B).
@@ -78,7 +79,8 @@ def architecture(name: str) -> DecoderConfig:
     if base in known:
         config = known[base]
     elif (path := Path(base)).is_dir() or path.suffix == ".json":
-        config = read_config(path / "config.json" if path.is_dir() else path)
+        path = path / "config.json" if path.is_dir() else path
+        config = decoder_of(config_content(path), path)
     else:
         raise UserError(
             f"architecture {name!r} is not known; choose one of {', '.join(ARCHITECTURES)}, "

@@ -3,6 +3,7 @@
 No torch here. A separate process asks `transformers` about a config.json, once; the answer is kept in the user's cache.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import subprocess
@@ -152,10 +153,8 @@ def _described(config: str, path: Path) -> Description:
         ) from None
     digest = hashlib.sha256(f"{version}\n{config}".encode()).hexdigest()
     kept = platformdirs.user_cache_path("realhf") / "transformers" / f"{digest}.json"
-    try:
+    with contextlib.suppress(OSError, BadContentError):  # not asked yet
         return decode_json(read_bytes(kept), Description)
-    except (OSError, BadContentError):
-        pass  # not asked yet
     try:
         done = subprocess.run(
             python_command("realhf.models.transformers_models"),
@@ -175,9 +174,7 @@ def _described(config: str, path: Path) -> Description:
             f"{path}: transformers said nothing of it: {done.stderr.decode(errors='replace')[-2000:]}"
         ) from None
     if not found.error:
-        try:
+        with contextlib.suppress(OSError):  # it is asked again the next time
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(kept, msgspec.json.encode(found))
-        except OSError:
-            pass  # it is asked again the next time
     return found

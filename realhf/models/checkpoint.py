@@ -1,7 +1,7 @@
 """Checkpoints as boxes: each rank writes the boxes that it owns, and any layout reads the boxes that it needs."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
 from realhf.geometry.boxes import Box
-from realhf.models.checkpoint_digest import check_content
 from realhf.models.checkpoint_index import (
     SavedBox,
     box_file,
     check_architecture,
+    check_content,
     digest_file,
     file_keys,
     present,
@@ -25,29 +25,10 @@ from realhf.models.checkpoint_index import (
     staging_directory,
 )
 from realhf.models.safetensors_file import write_safetensors
-from realhf.realloc.execute.held import by_name, part
 
 TORCH_DTYPE = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPE_NAME: dict[torch.dtype, DType] = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-}
 
 ReadBox = Callable[[Tensor, Box], None]  # as `CheckpointReader.read_into`
-
-
-def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: Iterable[tuple[Box, Tensor]]) -> None:
-    """Writes the boxes that `rank` owns; the checkpoint `directory` appears when `finish` is called.
-
-    `held` has all boxes of this rank; an owned box lies in one of them. States of a parameter are named
-    `<parameter>@<kind>`. Returns when the file is on the disk.
-
-    Raises:
-        ValueError: an owned box lies in no held box.
-    """
-    tensors = by_name(held)
-    write_snapshot(directory, rank, snapshot([(box, part(tensors, box)) for box in owned], copied=False))
 
 
 def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> dict[str, Tensor]:
@@ -61,7 +42,8 @@ def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> di
 
 
 def write_snapshot(directory: Path | str, rank: int, content: Mapping[str, Tensor], *, hashed: bool = False) -> None:
-    """Writes a `snapshot` as the file of `rank`, on the disk when it returns. An empty snapshot makes no file.
+    """Writes a `snapshot` as the file of `rank`, on the disk when it returns; the checkpoint `directory` appears when
+    `finish` is called. An empty snapshot makes no file.
 
     `hashed` makes a digest of the file for `CheckpointReader.check_content`.
     """
@@ -101,7 +83,7 @@ def fill(target: Tensor, found: Tensor, name: str, offset: Sequence[int]) -> Non
     elif value < least:
         rule = "but a mean of squares is not below 0"
     else:
-        rule = f"which is beyond {DTYPE_NAME[target.dtype]}"
+        rule = f"which is beyond {str(target.dtype).removeprefix('torch.')}"
     at = [start + i for start, i in zip(offset, place, strict=True)]
     raise UserError(f"{name} holds {value} at {at}, {rule}; use another checkpoint")
 
@@ -121,10 +103,6 @@ class CheckpointReader:
             for saved in saved_file.boxes:
                 self._saved.setdefault(saved.name, []).append((saved_file.file, saved))
         self._open_files: dict[str, Any] = {}
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return self.index.metadata
 
     def names(self) -> list[str]:
         """The names of all parameters, and of their states as `<parameter>@<kind>`."""

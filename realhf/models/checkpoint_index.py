@@ -1,7 +1,7 @@
 """The index of a checkpoint: the file that holds each box. No torch here: the master completes checkpoints.
 
 A checkpoint is a directory of `boxes-<rank>.safetensors` files and an `index.json`. Every owner writes its file into
-a staging directory beside the target (`realhf.models.checkpoint.write_boxes`). Then one process checks the files,
+a staging directory beside the target (`realhf.models.checkpoint.write_snapshot`). Then one process checks the files,
 writes the index and renames the directory (`finish`), so a directory with the final name is always complete.
 """
 
@@ -9,7 +9,9 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, sync_directory, write_atomically
-from realhf.base.reading import open_regular, read_bytes, read_text
+from realhf.base.reading import file_digest, open_regular, read_bytes, read_text
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import decoder_parameters
@@ -36,6 +38,7 @@ SAFETENSORS_DTYPE: dict[str, str] = {"float32": "F32", "float64": "F64", "bfloat
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_HEADER_BYTES = 10**8  # the limit of the safetensors library
 _MAX_DIMENSIONS = 8
+_THREADS = 8  # hashing is bound by one core a file
 
 
 class SavedBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,7 +186,7 @@ def finish(
     for stale in {path.name for path in staging.iterdir()} - {saved_file.file for saved_file in files}:
         (staging / stale).unlink()  # left by an interrupted attempt
     write_atomically(staging / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)))
-    replace_directory(staging, directory)
+    _replace(staging, directory)
     return index
 
 
@@ -199,10 +202,10 @@ def read_index(directory: Path | str) -> CheckpointIndex:
         reason = "has no index.json: it is no complete checkpoint" if directory.is_dir() else "does not exist"
         raise UserError(f"checkpoint {directory} {reason}; name the directory that a finished save made")
     try:
-        found = decode_json(read_bytes(path), _AnyFormat).format
-        if found != FORMAT:
+        content = read_bytes(path)
+        if (found := decode_json(content, _AnyFormat).format) != FORMAT:
             raise UserError(f"{path} has format {found!r}, this version reads {FORMAT!r}; convert or save it again")
-        index = decode_json(read_bytes(path), CheckpointIndex)
+        index = decode_json(content, CheckpointIndex)
     except (BadContentError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
     for saved_file in index.files:
@@ -218,6 +221,29 @@ def read_index(directory: Path | str) -> CheckpointIndex:
             )
         _check_size(directory / saved_file.file, saved_file.size_bytes)
     return index
+
+
+def check_content(directory: Path, index: CheckpointIndex) -> None:
+    """Reads all files of the checkpoint whose digest is in its index.
+
+    Raises:
+        UserError: naming a file that has other content, or cannot be read.
+    """
+
+    def check(saved: SavedFile) -> None:
+        path = directory / saved.file
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            raise UserError(f"checkpoint file {path} cannot be read ({error}); use another checkpoint") from error
+        if found != saved.sha256:
+            raise UserError(
+                f"checkpoint file {path} has other content than when it was saved (sha256 {found}, not "
+                f"{saved.sha256}); restore it or use another checkpoint"
+            )
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(check, (saved for saved in index.files if saved.sha256)))
 
 
 def optimizer_steps(index: CheckpointIndex, directory: Path | str) -> int:
@@ -368,7 +394,19 @@ def _moved_aside(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.old")
 
 
-def replace_directory(staging: Path, directory: Path) -> None:
+@contextmanager
+def staged(directory: Path, companions: Iterable[Path]) -> Iterator[Path]:
+    """A folder to write files into. It gets copies of `companions`, and then takes the place of `directory`."""
+    staging = staging_directory(directory)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    yield staging
+    for path in companions:
+        shutil.copyfile(path, staging / path.name)
+    _replace(staging, directory)
+
+
+def _replace(staging: Path, directory: Path) -> None:
     """Renames `staging` to `directory`; a directory already there is moved aside first, then removed.
 
     At every moment one of the two has a complete checkpoint (`present`).

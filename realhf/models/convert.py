@@ -18,11 +18,10 @@ from realhf.architecture.hugging_face import config_content, family_of
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_json
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters, parameter_count
-from realhf.models.checkpoint import CheckpointReader, write_boxes
-from realhf.models.checkpoint_index import INDEX_FILE, finish, staging_directory
+from realhf.models.checkpoint import CheckpointReader, snapshot, write_snapshot
+from realhf.models.checkpoint_index import finish, staging_directory
 from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, companions_of, is_hugging_face
 from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
 
@@ -79,7 +78,7 @@ def to_boxes(conversion: Conversion, say: Say) -> None:
         say(f"reading {len(names)} parameters, from {names[0]} to {names[-1]}, as {dtype}")
         owners[rank] = list(boxes.values())
         held = [(box, reader.read(box).to(getattr(torch, dtype))) for box in boxes.values()]
-        write_boxes(target, rank, owners[rank], held)
+        write_snapshot(target, rank, snapshot(held, copied=False))
     finish(target, model, dtype, owners, {"converted_from": str(source.path)})
     folder = target / COMPANION_FOLDER
     folder.mkdir()
@@ -93,7 +92,8 @@ def to_hugging_face(conversion: Conversion, say: Say) -> None:
     """From a checkpoint of boxes to a Hugging Face directory."""
     source = model_source(conversion.source)
     reader, target = CheckpointReader(str(source.checkpoint)), Path(conversion.target)
-    model = _architecture(reader)
+    model = source.architecture
+    reader.check_architecture(model)  # a field that this version does not know
     _describe(f"{reader.directory}: checkpoint of boxes", model, say)
     states = sum("@" in name for name in reader.names())
     if states:
@@ -139,18 +139,6 @@ def _dtype(source: HuggingFaceDirectory, model: DecoderConfig) -> DType:
             f"a checkpoint of boxes has one; choose it by --dtype, of {', '.join(get_args(DType))}"
         )
     return next(iter(of_dtype))
-
-
-def _architecture(reader: CheckpointReader) -> DecoderConfig:
-    try:
-        kind = TransformersConfig if "parameters" in reader.index.architecture else DecoderConfig
-        model: DecoderConfig = decode_json(msgspec.json.encode(reader.index.architecture), kind)
-    except BadContentError as error:
-        raise UserError(
-            f"{reader.directory / INDEX_FILE}: not an architecture: {error}; use another checkpoint"
-        ) from None
-    reader.check_architecture(model)  # a field that this version does not know
-    return model
 
 
 def _describe(what: str, model: DecoderConfig, say: Say) -> None:

@@ -11,7 +11,6 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realhf.architecture.compute import Recomputed
@@ -80,17 +79,6 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x), shards)
 
 
-class PositionEmbedding(nn.Module):
-    """A learned vector for every position; every tensor-parallel rank has all of them."""
-
-    def __init__(self, max_positions: int, hidden_size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
-
-    def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(positions, self.weight)  # [tokens, hidden]
-
-
 class _Trunk(nn.Module):
     """The parameters that Hugging Face keeps under `model.`"""
 
@@ -99,7 +87,9 @@ class _Trunk(nn.Module):
         if groups.is_first_stage:
             self.embed_tokens = VocabParallelEmbedding((config.vocab_size // tp, config.hidden_size), groups.tensor)
             if config.positions == "learned":
-                self.embed_positions = PositionEmbedding(config.max_positions, config.hidden_size)
+                # Every tensor-parallel rank has all positions. This way no random numbers are drawn.
+                vectors = torch.empty(config.max_positions, config.hidden_size)
+                self.embed_positions = nn.Embedding.from_pretrained(vectors, freeze=False)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i, tp, groups.tensor) for i in layers})
         if groups.is_last_stage:
             self.norm = hidden_norm(config)

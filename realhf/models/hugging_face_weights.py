@@ -1,7 +1,6 @@
 """Reads and writes the weights of Hugging Face checkpoints, box by box."""
 
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from realhf.base.files import write_atomically
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import TORCH_DTYPE, ReadBox, fill
-from realhf.models.checkpoint_index import replace_directory, staging_directory
+from realhf.models.checkpoint_index import staged
 from realhf.models.hugging_face_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -82,7 +81,7 @@ def write_hugging_face(
     read_into: ReadBox,
     *,
     like: Mapping[str, Any] | None = None,
-    companions: list[Path] | None = None,
+    companions: Sequence[Path] = (),
     max_file_bytes: int = 5 * 10**9,
 ) -> list[Path]:
     """Writes a directory that transformers' `from_pretrained` reads; it holds at most one file in memory.
@@ -101,26 +100,23 @@ def write_hugging_face(
     """
     directory = Path(directory)
     config = write_config(model, dtype, like)
-    staging = staging_directory(directory)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    tensors = _tensors(sources(model, family_of(config)))
+    tensors: dict[str, list[tuple[str, Source]]] = {}  # with the parameters that each holds
+    for name, source in sources(model, family_of(config)).items():
+        tensors.setdefault(source.tensor, []).append((name, source))
     files = _files({name: parts[0][1].shape for name, parts in tensors.items()}, dtype, max_file_bytes)
     boxes = {spec.name: Box(spec.name, (0,) * len(spec.shape), spec.shape) for spec in decoder_parameters(model)}
-    for file, names in files.items():
-        content = {name: _assemble(tensors[name], boxes, dtype, read_into) for name in names}
-        save_file(content, staging / file, metadata={"format": "pt"})
-    if len(files) > 1:
-        size = sum(path.stat().st_size for path in staging.iterdir())
-        index = {
-            "metadata": {"total_size": size},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        write_atomically(staging / WEIGHTS_INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)) + b"\n")
-    write_atomically(staging / CONFIG_FILE, msgspec.json.format(msgspec.json.encode(config)) + b"\n")
-    for path in companions or ():
-        shutil.copyfile(path, staging / path.name)
-    replace_directory(staging, directory)
+    with staged(directory, companions) as staging:
+        for file, names in files.items():
+            content = {name: _assemble(tensors[name], boxes, dtype, read_into) for name in names}
+            save_file(content, staging / file, metadata={"format": "pt"})
+        if len(files) > 1:
+            size = sum(path.stat().st_size for path in staging.iterdir())
+            index = {
+                "metadata": {"total_size": size},
+                "weight_map": {name: file for file, names in files.items() for name in names},
+            }
+            write_atomically(staging / WEIGHTS_INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)) + b"\n")
+        write_atomically(staging / CONFIG_FILE, msgspec.json.format(msgspec.json.encode(config)) + b"\n")
     return sorted(directory.iterdir())
 
 
@@ -129,14 +125,6 @@ def _slices(source: Source, box: Box) -> tuple[slice, ...]:
     offset, shape = (x[::-1] if source.transposed else x for x in (box.offset, box.shape))
     starts = [a + b for a, b in zip(source.offset, offset, strict=True)]
     return tuple(slice(start, start + extent) for start, extent in zip(starts, shape, strict=True))
-
-
-def _tensors(found: Mapping[str, Source]) -> dict[str, list[tuple[str, Source]]]:
-    """Tensor -> the parameters that it holds."""
-    tensors: dict[str, list[tuple[str, Source]]] = {}
-    for name, source in found.items():
-        tensors.setdefault(source.tensor, []).append((name, source))
-    return tensors
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], dtype: DType, max_file_bytes: int) -> dict[str, list[str]]:

@@ -1,5 +1,8 @@
 """The feed-forward half of a layer: gated, plain, or a mixture of experts."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,16 +18,12 @@ from realhf.parallel.tensor import ColumnParallelLinear, JoinedLinears, RowParal
 _ROWS_AT_ONCE = 512
 
 
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    match activation:
-        case "silu":
-            return F.silu(x)
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "relu":
-            return F.relu(x)
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 class GatedMLP(nn.Module):
@@ -49,7 +48,7 @@ class GatedMLP(nn.Module):
         gate, up = self.joined(x)
         if self.activation == "silu" and fused.trains(gate, up):
             return self.down_proj(fused.GatedSilu.apply(gate, up), shards)
-        return self.down_proj(activate(gate, self.activation) * up, shards)
+        return self.down_proj(_ACTIVATIONS[self.activation](gate) * up, shards)
 
 
 class PlainMLP(nn.Module):
@@ -63,7 +62,7 @@ class PlainMLP(nn.Module):
         self.down_proj = RowParallelLinear((hidden, inner // tp), group, bias=bias)
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
-        inner = activate(self.up_proj(enter(x, self.group, shards)), self.activation)
+        inner = _ACTIVATIONS[self.activation](self.up_proj(enter(x, self.group, shards)))
         return self.down_proj(inner, shards)
 
 

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realhf.architecture.model import DecoderConfig
@@ -42,19 +41,6 @@ class PlusOneRMSNorm(nn.Module):
         return (normalised * (1.0 + self.weight.to(normalised.dtype))).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
-    """(x - mean) / deviation * weight + bias over the last dimension."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
 def hidden_norm(config: DecoderConfig) -> nn.Module:
     """The norm of hidden states [tokens, hidden] that the architecture asks for."""
     match config.norm:
@@ -63,7 +49,7 @@ def hidden_norm(config: DecoderConfig) -> nn.Module:
         case "rms_plus_one":
             return PlusOneRMSNorm(config.hidden_size, config.rms_norm_eps)
         case "layer":
-            return LayerNorm(config.hidden_size, config.rms_norm_eps)
+            return nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:

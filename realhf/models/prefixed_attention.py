@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,7 @@ class PrefixedAttention:
     def __init__(self, lengths: Sequence[int], suffixes: Sequence[Suffix]):
         self.whole = PackedAttention(lengths)
         self.suffixes = list(suffixes)
-        self._starts = [0]
-        for length in lengths:
-            self._starts.append(self._starts[-1] + length)
+        self._starts = [0, *accumulate(lengths)]
         self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @property

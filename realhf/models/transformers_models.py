@@ -6,7 +6,6 @@
 
 import inspect
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import ReadBox, fill
-from realhf.models.checkpoint_index import replace_directory, staging_directory
+from realhf.models.checkpoint_index import staged
 
 SCORE = "score.weight"  # a scalar head's, [1, hidden]
 
@@ -132,12 +131,6 @@ class TransformersReader:
         found = whole[box.slices_in(Box(box.name, (0,) * whole.dim(), tuple(whole.shape)))]
         fill(tensor, found, f"{self.directory}: {box.name}", box.offset)
 
-    def read(self, box: Box) -> Tensor:
-        """The contents of `box` in the dtype they were saved in."""
-        tensor = torch.empty(box.shape, dtype=self._found[box.name].dtype)
-        self.read_into(tensor, box)
-        return tensor
-
 
 def write_directory(
     directory: Path | str, config: TransformersConfig, dtype: DType, read_into: ReadBox, companions: Sequence[Path]
@@ -161,12 +154,8 @@ def write_directory(
     with torch.no_grad():
         for name, parameter in causal.named_parameters():
             read_into(parameter, Box(name, (0,) * parameter.dim(), tuple(parameter.shape)))
-    staging = staging_directory(directory)
-    shutil.rmtree(staging, ignore_errors=True)
-    causal.save_pretrained(staging)
-    for path in companions:
-        shutil.copyfile(path, staging / path.name)
-    replace_directory(staging, directory)
+    with staged(directory, companions) as staging:
+        causal.save_pretrained(staging)
     return sorted(directory.iterdir())
 
 
@@ -193,11 +182,8 @@ def describe(text: str) -> Description:
         return Description(error=f"{error}")
     heads = config.num_attention_heads
     hidden = config.hidden_size
-    first: dict[int, str] = {}
-    for name, parameter in causal.named_parameters():
-        first.setdefault(id(parameter), name)
     head = causal.get_output_embeddings()
-    of_head = [first[id(p)] for p in head.parameters()] if head is not None else []
+    of_head = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     prefix = causal.base_model_prefix + "."
     experts = _either(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
     return Description(
@@ -213,7 +199,9 @@ def describe(text: str) -> Description:
         },
         experts=(experts, _either(config, "num_experts_per_tok", "moe_top_k") or 1) if experts else (0, 0),
         parameters=tuple((name, tuple(parameter.shape)) for name, parameter in causal.named_parameters()),
-        head_parameters=tuple(name for name in of_head if not name.startswith(prefix)),
+        head_parameters=tuple(
+            name for name, p in causal.named_parameters() if id(p) in of_head and not name.startswith(prefix)
+        ),
     )
 
 

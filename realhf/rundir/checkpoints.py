@@ -15,9 +15,8 @@ import msgspec
 
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_versioned, delete, sync_directory, write_atomically
-from realhf.base.reading import read_bytes
-from realhf.models.checkpoint_digest import check_content, file_digest
-from realhf.models.checkpoint_index import INDEX_FILE, read_index
+from realhf.base.reading import file_digest, read_bytes
+from realhf.models.checkpoint_index import INDEX_FILE, check_content, read_index
 
 FORMAT = "run-checkpoint/2"
 STATE_FILE = "run.json"

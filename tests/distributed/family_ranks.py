@@ -13,11 +13,11 @@ from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.models.checkpoint import write_boxes
 from realhf.models.checkpoint_index import state_owners
 from realhf.models.hugging_face_files import HuggingFaceDirectory
 from realhf.models.hugging_face_weights import HuggingFaceReader
 from realhf.parallel.groups import GroupTable, ParallelGroups
+from tests.unit.checkpoints import write_boxes
 from tests.unit.engine.losses import next_token_loss, random_batch, split_like, trained_tokens
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)

@@ -28,12 +28,13 @@ from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.models.checkpoint import DTYPE_NAME, CheckpointReader, snapshot, write_snapshot
+from realhf.models.checkpoint import CheckpointReader, snapshot, write_snapshot
 from realhf.models.checkpoint_index import STEPS_KEY, finish, state_owners
 from realhf.parallel import collectives
 from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from tests.distributed.pool import run_distributed
+from tests.unit.checkpoints import name_of
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, targets, tiny, trained_tokens
 
 pytestmark = pytest.mark.distributed
@@ -140,7 +141,7 @@ def train_and_save(case: Case, table: GroupTable, directory: Path) -> Trained:
 def save_state(directory: Path, model: ShardedModel) -> None:
     """Every rank writes what it alone updates; when it returns on one, the checkpoint is complete."""
     write_snapshot(directory, model.groups.rank, snapshot(model.state()), hashed=True)
-    groups, dtype = model.groups, DTYPE_NAME[model.parameters.flat.dtype]
+    groups, dtype = model.groups, name_of(model.parameters.flat.dtype)
     meet(groups)
     if groups.rank == groups.layout.mesh.first:
         owners = state_owners(model.config, groups.layout, dtype, model.parameters.data_parallel)

@@ -1,21 +1,34 @@
 """Checkpoints that a test writes by itself: of a whole model, or of the boxes of a layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import Layout
-from realhf.models.checkpoint import DTYPE_NAME, snapshot, write_boxes, write_snapshot
+from realhf.models.checkpoint import snapshot, write_snapshot
 from realhf.models.checkpoint_index import finish, of_kind
+from realhf.realloc.execute.held import by_name, part
+
+
+def name_of(dtype: torch.dtype) -> Any:
+    """Of a checkpoint's dtype its name: "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def write_pieces(directory: Path, rank: int, pieces: Sequence[tuple[Box, Tensor]]) -> None:
     """The file of a rank with its digest, as a worker writes it."""
     write_snapshot(directory, rank, snapshot(pieces, copied=False), hashed=True)
+
+
+def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: Iterable[tuple[Box, Tensor]]) -> None:
+    """Writes the boxes that `rank` owns, each of which lies in one of those that it has."""
+    tensors = by_name(held)
+    write_snapshot(directory, rank, snapshot([(box, part(tensors, box)) for box in owned], copied=False))
 
 
 def save_model(
@@ -26,7 +39,7 @@ def save_model(
     owned = [box for box, _ in whole]
     write_boxes(directory, 0, owned, whole)
     dtype = next(tensor.dtype for name, tensor in state.items() if "@" not in name)
-    finish(directory, model, DTYPE_NAME[dtype], {0: owned}, metadata)
+    finish(directory, model, name_of(dtype), {0: owned}, metadata)
 
 
 def checkpoint_owners(model: DecoderConfig, layout: Layout, kinds: Sequence[str] = ("",)) -> dict[int, list[Box]]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from realhf.architecture.families import FAMILIES
-from realhf.architecture.hugging_face import read_config
+from realhf.architecture.hugging_face import config_content, decoder_of
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
@@ -144,7 +144,7 @@ class Oracle:
 
     @cached_property
     def config(self) -> DecoderConfig:
-        return read_config(self.directory / "config.json")
+        return decoder_of(config_content(self.directory / "config.json"))
 
     def logits(self, sequences: list[Tensor]) -> Tensor:
         """Of every sequence run on its own, laid end to end: [tokens, vocab]."""

@@ -20,7 +20,7 @@ from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint import CheckpointReader, write_boxes
+from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import (
     STEPS_KEY,
     finish,
@@ -29,7 +29,7 @@ from realhf.models.checkpoint_index import (
     staging_directory,
     state_owners,
 )
-from tests.unit.checkpoints import checkpoint_owners, save_model, write_pieces
+from tests.unit.checkpoints import checkpoint_owners, save_model, write_boxes, write_pieces
 from tests.unit.realloc.layouts import layouts, models
 
 MODEL = DecoderConfig(
@@ -94,7 +94,7 @@ def test_saved_under_one_layout_read_under_another(
     state = random_state(MODEL, dtype)
     save(tmp_path / "step3", MODEL, saved, state)
     reader = CheckpointReader(tmp_path / "step3")
-    assert reader.metadata == {"step": 3}
+    assert reader.index.metadata == {"step": 3}
     assert set(reader.names()) == set(state)
     reader.check_architecture(MODEL)
     for device in loaded.mesh.devices:

@@ -49,7 +49,7 @@ def test_there_and_back(mistral: Oracle, tmp_path: Path) -> None:
     assert "copying tokenizer.json" in said
     assert len(list(boxes.glob("boxes-*.safetensors"))) > 2
     reader = CheckpointReader(boxes)
-    assert (reader.index.dtype, reader.metadata) == ("float32", {"converted_from": str(mistral.directory)})
+    assert (reader.index.dtype, reader.index.metadata) == ("float32", {"converted_from": str(mistral.directory)})
     said = run(source=str(boxes), target=str(back))
     assert said[-1] == f"{back}: Hugging Face mistral, float32"
     before, after = (load_file(d / "model.safetensors") for d in (mistral.directory, back))
