@@ -124,15 +124,13 @@ def after_end(open_parts: Sequence[Open], reason: str, kind: Kind, *, in_order: 
     Args:
         in_order: the process took one sample after the other, so that it ended at the first one that is left.
     """
-    rests = [one.rest for one in open_parts if one.places]
-    if in_order and rests:
-        first, *others = rests
+    suspects = [one.rest for one in open_parts if one.places]
+    again: list[Part] = []
+    if in_order and suspects:
+        first, *again = suspects
         suspects = [replace(first, indices=first.indices[:1])]
-        innocent = [replace(first, indices=first.indices[1:])] if len(first.indices) > 1 else []
-        innocent += others
-    else:
-        suspects, innocent = rests, []
-    again = innocent
+        if innocent := first.indices[1:]:
+            again.insert(0, replace(first, indices=innocent))
     for part in suspects:
         ended = replace(part, ends=part.ends + 1)
         if len(part.indices) > 1 or len(suspects) > 1:

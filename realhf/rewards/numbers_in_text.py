@@ -2,8 +2,7 @@
 
 import re
 
-_NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d[\d,]*(?:\.\d+)?)?"
-_LAST = re.compile(_NUMBER)
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d[\d,]*(?:\.\d+)?)?")
 _BOXED = r"\boxed{"
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*{([^{}]+)}\s*{([^{}]+)}")
 _MARK = "####"
@@ -16,11 +15,10 @@ def answer_number(text: str) -> float | None:
     one. Thousands have commas or none; a fraction is `a/b` or `\\frac{a}{b}`; units, `$` and `%` are passed over.
     """
     boxed = _last_boxed(text)
-    if boxed is not None:
-        return _last_number(boxed)
-    if _MARK in text:
-        return _first_number(text.rpartition(_MARK)[2])
-    return _last_number(text)
+    is_marked = boxed is None and _MARK in text
+    part = text.rpartition(_MARK)[2] if is_marked else text if boxed is None else boxed
+    found = _NUMBER.findall(_FRACTION.sub(r"\1\2/\3", part))
+    return _value(found[0 if is_marked else -1]) if found else None
 
 
 def _last_boxed(text: str) -> str | None:
@@ -34,16 +32,6 @@ def _last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[begin + len(_BOXED) : place]
     return None
-
-
-def _last_number(text: str) -> float | None:
-    found = _LAST.findall(_FRACTION.sub(r"\1\2/\3", text))
-    return _value(found[-1]) if found else None
-
-
-def _first_number(text: str) -> float | None:
-    found = _LAST.search(_FRACTION.sub(r"\1\2/\3", text))
-    return _value(found[0]) if found else None
 
 
 def _value(number: str) -> float | None:

@@ -136,16 +136,14 @@ class RewardPool:
                 processes cannot be started.
         """
         job = Job(self.functions, samples, is_strict=self.options.on_error == "fail")
+        together = []
         for index, reward in enumerate(self.functions):
             for run in self._runs(reward, len(samples)):
-                if not reward.is_async:
-                    self._queues[False].put([Part(job, index, tuple(run))])
-        together = [
-            Part(job, index, tuple(run))
-            for index, reward in enumerate(self.functions)
-            if reward.is_async
-            for run in self._runs(reward, len(samples))
-        ]
+                part = Part(job, index, tuple(run))
+                if reward.is_async:
+                    together.append(part)
+                else:
+                    self._queues[False].put([part])
         if together:
             self._queues[True].put(together)
         while not job.wait(1.0):  # every call has a deadline where it runs

@@ -8,7 +8,6 @@ of them is stuck.
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import queue
 import resource
@@ -24,6 +23,7 @@ from typing import Any
 
 import realhf
 from realhf.base.errors import UserError
+from realhf.rewards.confined import end_with
 from realhf.rewards.messages import (
     Begin,
     Failed,
@@ -42,7 +42,6 @@ from realhf.rewards.signature import Sample
 from realhf.rewards.sources import Reward, load_rewards
 from realhf.rewards.values import BadValueError, as_reward, as_rewards
 
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20
 _SHOWN_FRAMES = 3
 _OPEN_FILES = 65536
@@ -63,13 +62,6 @@ def main(parent: int) -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     _Server(requests, replies).serve()
-
-
-def end_with(parent: int) -> None:
-    """The system kills this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the request was made
-        os._exit(1)
 
 
 @dataclass

@@ -72,15 +72,19 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> list[str] |
         UserError: no temporary folder can be made.
     """
     try:
-        with _own_folder() as folder, contextlib.ExitStack() as stack:
-            own_files = _grants_own_files()
-            request = _request(folder, program, limits, own_files=own_files)
-            files = [stack.enter_context(_unnamed_file(content)) for content in (request, list(tests))]
-            return _Run(folder, request, files, limits).outcomes()
+        return _outcomes(program, tests, limits, own_files=_grants_own_files())
     except OSError as error:
         raise UserError(
             f"a program cannot be run in {tempfile.gettempdir()} ({error}); set TMPDIR to a folder of yours"
         ) from None
+
+
+def _outcomes(program: str, tests: Sequence[str], limits: Limits, *, own_files: bool) -> list[str] | None:
+    """See `run_tests`. With `own_files` the program has a file system of its own."""
+    with _own_folder() as folder:
+        request = _request(folder, program, limits, own_files=own_files)
+        with _unnamed_file(request) as first, _unnamed_file(list(tests)) as second:
+            return _Run(folder, request, [first, second], limits).outcomes()
 
 
 class _Run:
@@ -200,11 +204,7 @@ def _room_bytes(program: str) -> int:
 @cache
 def _grants_own_files() -> bool:
     """Whether this kernel grants programs a file system of their own; found out by starting one."""
-    limits = Limits(time_s=60.0)
-    with _own_folder() as folder, contextlib.ExitStack() as stack:
-        request = _request(folder, "", limits, own_files=True)
-        files = [stack.enter_context(_unnamed_file(request)), stack.enter_context(_unnamed_file([]))]
-        return _Run(folder, request, files, limits).outcomes() == []
+    return _outcomes("", [], Limits(time_s=60.0), own_files=True) == []
 
 
 @contextlib.contextmanager

@@ -187,20 +187,16 @@ def recognise(function: Function, name: str) -> Signature:
         )
     [form] = found
     style, is_plural = _FORMS[form]
+    call = getattr(type(function), "__call__", None)  # noqa: B004 (the method is looked at, not whether it is there)
     return Signature(
         style,
         is_plural or getattr(function, _BATCH_MARK, False),
-        _is_async(function),
+        inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
         _GIVEN[style, is_plural],
         tuple(p.name for p in named.values() if p.default is p.empty),
         tuple(p.name for p in named.values() if p.default is not p.empty),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
-
-
-def _is_async(function: Function) -> bool:
-    call = getattr(type(function), "__call__", None)  # noqa: B004 (the method is looked at, not whether it is there)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def asking_for(function: F, *names: str) -> F:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,17 @@ def load_rewards(texts: Sequence[str], columns: Collection[str] | None = None) -
         raise UserError(f"there is no reward function; {_EXPECTED}")
     rewards: list[Reward] = []
     for source in map(RewardSource.parse, texts):
-        function = _ready(source) if source.module == READY else _of_file(source)
-        name = _free_name(_plain_name(source), {*_TAKEN, *(reward.name for reward in rewards)})
+        plain, function = _ready(source) if source.module == READY else (source.function, _of_file(source))
+        taken = {*_TAKEN, *(reward.name for reward in rewards)}
+        name = next(free for free in chain([plain], (f"{plain}_{i}" for i in count(2))) if free not in taken)
         place = _place(function, source)
         signature = recognise(function, place)
-        if columns is not None:
-            _check_columns(signature, place, columns)
+        if columns is not None and (missing := signature.missing(columns)):
+            raise UserError(
+                f"reward {place} asks for {', '.join(map(repr, missing))}, and the data have no such column: they have "
+                f"{', '.join(sorted(columns)) or 'none'}, and a call gives {', '.join(signature.given)}; rename the "
+                "parameter, give it a default, or add the field to the data"
+            )
         rewards.append(Reward(name, function, signature, source.weight, place))
     return rewards
 
@@ -97,7 +103,7 @@ def load_rewards(texts: Sequence[str], columns: Collection[str] | None = None) -
 def notes_of(texts: Sequence[str]) -> list[str]:
     """Notes for the user before a run with these functions: limits that this kernel cannot set."""
     sources = [RewardSource.parse(text) for text in texts]
-    uses_sandbox = any(source.module == READY and _plain_name(source) == "unit_tests" for source in sources)
+    uses_sandbox = any(source.module == READY and _call_of(source)[0] == "unit_tests" for source in sources)
     return [f"{READY}:unit_tests: {lack}" for lack in missing_protections()] if uses_sandbox else []
 
 
@@ -138,8 +144,8 @@ def _of_file(source: RewardSource) -> Function:
     return function
 
 
-def _ready(source: RewardSource) -> Function:
-    """A ready function, made with its options."""
+def _ready(source: RewardSource) -> tuple[str, Function]:
+    """The name of a ready function, and the function made with its options."""
     name, options = _call_of(source)
     maker = ready.READY.get(name)
     if maker is None:
@@ -156,7 +162,7 @@ def _ready(source: RewardSource) -> Function:
             f"reward {source.text}: {name} needs {', '.join(lacking)}; write {READY}:{name}({lacking[0]}=...)"
         )
     try:
-        return maker(**options)
+        return name, maker(**options)
     except (TypeError, ValueError) as error:
         raise UserError(f"reward {source.text}: {error}; correct its options") from None
 
@@ -182,31 +188,9 @@ def _call_of(source: RewardSource) -> tuple[str, dict[str, Any]]:
     raise wrong
 
 
-def _plain_name(source: RewardSource) -> str:
-    return _call_of(source)[0] if source.module == READY else source.function
-
-
-def _free_name(name: str, taken: Collection[str]) -> str:
-    """`name`, or `name_2` and so on where another function has it."""
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}_{number}"
-    return free
-
-
 def _place(function: Function, source: RewardSource) -> str:
     if source.module == READY:
         return source.text
     code = getattr(inspect.unwrap(function), "__code__", None)
     line = f":{code.co_firstlineno}" if code is not None else ""
     return f"{source.function} ({Path(source.module).name}{line})"
-
-
-def _check_columns(signature: Signature, place: str, columns: Collection[str]) -> None:
-    if missing := signature.missing(columns):
-        raise UserError(
-            f"reward {place} asks for {', '.join(map(repr, missing))}, and the data have no such column: they have "
-            f"{', '.join(sorted(columns)) or 'none'}, and a call gives {', '.join(signature.given)}; rename the "
-            "parameter, give it a default, or add the field to the data"
-        )

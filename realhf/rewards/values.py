@@ -65,18 +65,13 @@ def _number(value: Any) -> float:
     if inspect.iscoroutine(value):
         value.close()  # else Python warns of it later, in another place
         raise BadValueError("it returned a coroutine; declare it with `async def`")
-    if isinstance(value, int | float):
-        return _float(value)
+    number = value
     # A scalar of an array library, told by what all of them have; an array of one element counts as one.
     if callable(getattr(value, "item", None)) and math.prod(getattr(value, "shape", (0,))) == 1:
-        scalar = value.item()
-        if isinstance(scalar, int | float):
-            return _float(scalar)
-    raise BadValueError(f"it returned {shown(value)}; return a float, an int, a bool, or None for no reward")
-
-
-def _float(value: float) -> float:
+        number = value.item()
+    if not isinstance(number, int | float):
+        raise BadValueError(f"it returned {shown(value)}; return a float, an int, a bool, or None for no reward")
     try:
-        return float(value)
+        return float(number)
     except OverflowError:
         raise BadValueError("it returned an integer beyond all floats; return a finite number") from None

@@ -144,14 +144,10 @@ class Codec:
                 return table.objects[place]
             case ["int", str(text)]:
                 return int(text, 16)
-            case ["tuple", list(nodes)]:
-                return tuple([self._value(one, table) for one in nodes])
-            case ["frozenset", list(nodes)]:
-                return frozenset([self._value(one, table) for one in nodes])
-            case ["range", list(nodes)]:
-                return range(*(self._value(one, table) for one in nodes))
-            case ["slice", list(nodes)]:
-                return slice(*(self._value(one, table) for one in nodes))
+            case [("tuple" | "frozenset") as name, list(nodes)]:
+                return NAMED_TYPES[name]([self._value(one, table) for one in nodes])
+            case [("range" | "slice") as name, list(nodes)]:
+                return NAMED_TYPES[name](*(self._value(one, table) for one in nodes))
             case ["plain", str(kind), *parts]:
                 return _plain_value(kind, parts)
         return self._find(node)

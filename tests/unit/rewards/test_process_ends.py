@@ -1,7 +1,6 @@
 """A reward process: how it finds out what is stuck, what it tells of failures, and how it ends."""
 
 import asyncio
-import ctypes
 import os
 import resource
 import signal
@@ -14,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from realhf.rewards import confined
 from realhf.rewards import process as module
 from realhf.rewards.messages import (
     Failed,
     Work,
 )
-from realhf.rewards.process import _kind_and_text, _Now, _Server, end_group, end_with, main
+from realhf.rewards.process import _kind_and_text, _Now, _Server, end_group, main
 from tests.unit.rewards.conftest import EndedError, Served
 from tests.unit.rewards.samples import of
 from tests.unit.rewards.test_process import without_places
@@ -251,11 +251,11 @@ def test_a_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None
             asked.append(words)
             return 0
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(confined, "_LIBC", Library())
     monkeypatch.setattr(os, "_exit", codes.append)
-    end_with(os.getppid())
+    confined.end_with(os.getppid())
     assert codes == []
-    end_with(os.getppid() + 1)
+    confined.end_with(os.getppid() + 1)
     assert codes == [1]
     assert asked == [(1, signal.SIGKILL, 0, 0, 0)] * 2  # linux/prctl.h: PR_SET_PDEATHSIG
 
