@@ -14,8 +14,6 @@ namespace {
 
 void* at(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-host::Rows whole(std::uintptr_t address, std::size_t bytes) { return {static_cast<char*>(at(address)), 1, bytes, 0}; }
-
 // [parts, 4]: address, rows, bytes of a row, bytes from one row to the next
 using Table = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 
@@ -74,20 +72,12 @@ PYBIND11_MODULE(_host, module) {
              py::arg("ring_bytes"))
         .def_static("required_bytes", &Channels::required_bytes)
         .def("send",
-             [](Channels& channels, std::uintptr_t data, std::size_t bytes, int to) {
-                 return channels.send({whole(data, bytes)}, to);
-             }, Unlocked())
-        .def("send_parts",
              [](Channels& channels, const Table& parts, int to) {
                  std::vector<host::Rows> rows = rows_of(parts);
                  py::gil_scoped_release unlocked;
                  return channels.send(std::move(rows), to);
              })
         .def("receive",
-             [](Channels& channels, std::uintptr_t data, std::size_t bytes, int from) {
-                 return channels.receive({whole(data, bytes)}, from);
-             }, Unlocked())
-        .def("receive_parts",
              [](Channels& channels, const Table& parts, int from) {
                  std::vector<host::Rows> rows = rows_of(parts);
                  py::gil_scoped_release unlocked;

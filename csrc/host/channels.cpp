@@ -1,8 +1,5 @@
 #include "channels.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -143,18 +140,12 @@ std::size_t Channels::required_bytes(int size, std::size_t ring_bytes) {
 }
 
 Channels::Channels(int descriptor, int rank, int size, std::size_t ring_bytes)
-    : ring_bytes_(ring_bytes), mapped_bytes_(required_bytes(size, ring_bytes)), rank_(rank), size_(size), peers_(size),
-      memory_(map_shared(descriptor, mapped_bytes_)) {
-    counter(rank_).process.store(getpid());
-}
-
-Channels::~Channels() { munmap(memory_, mapped_bytes_); }
-
-Counter& Channels::counter(int rank) const { return reinterpret_cast<Counter*>(memory_)[rank]; }
+    : memory_(descriptor, rank, size, required_bytes(size, ring_bytes)), ring_bytes_(ring_bytes), rank_(rank),
+      size_(size), peers_(size) {}
 
 Channels::Ring& Channels::ring(int from, int to) const {
     const std::size_t index = static_cast<std::size_t>(from) * size_ + to;
-    return *reinterpret_cast<Ring*>(memory_ + size_ * sizeof(Counter) + index * (sizeof(Ring) + ring_bytes_));
+    return *reinterpret_cast<Ring*>(memory_.behind_counters() + index * (sizeof(Ring) + ring_bytes_));
 }
 
 std::uint64_t Channels::send(std::vector<Rows> parts, int to) {
@@ -190,7 +181,7 @@ void Channels::wait_sent(std::uint64_t number, int to, double timeout_s) {
         } while (has_to_copy());
         return false;
     };
-    wait_until(is_done, counter(rank_), to, counter(to), timeout_s);
+    wait_until(is_done, memory_.counter(rank_), to, memory_.counter(to), timeout_s);
 }
 
 void Channels::wait_received(std::uint64_t number, int from, double timeout_s) {
@@ -201,7 +192,7 @@ void Channels::wait_received(std::uint64_t number, int from, double timeout_s) {
         } while (has_to_copy());
         return false;
     };
-    wait_until(is_done, counter(rank_), from, counter(from), timeout_s);
+    wait_until(is_done, memory_.counter(rank_), from, memory_.counter(from), timeout_s);
 }
 
 void Channels::progress() {
@@ -255,7 +246,7 @@ void Channels::push(int to) {
             peer.sends.pop_front();
             ++peer.sent;
         }
-        counter(to).raise();
+        memory_.counter(to).raise();
     }
 }
 
@@ -278,7 +269,7 @@ void Channels::pull(int from) {
             peer.announced.reset();
             ++peer.received;
         }
-        if (ring.wants_room.load()) counter(from).raise();
+        if (ring.wants_room.load()) memory_.counter(from).raise();
     }
 }
 

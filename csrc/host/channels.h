@@ -49,9 +49,6 @@ public:
     // `descriptor`: an open file of `required_bytes(size, ring_bytes)` zero bytes that all ranks map; it may be closed
     // afterwards. Only what was used of a ring takes memory. `ring_bytes`: a power of two from 64 to 2^31.
     Channels(int descriptor, int rank, int size, std::size_t ring_bytes);
-    ~Channels();
-    Channels(const Channels&) = delete;
-    Channels& operator=(const Channels&) = delete;
 
     static std::size_t required_bytes(int size, std::size_t ring_bytes);
 
@@ -89,7 +86,6 @@ private:
     };
 
     Ring& ring(int from, int to) const;
-    Counter& counter(int rank) const;
     void progress();
     // Whether this rank already awaits its next message to itself: that needs no ring, and is copied piece by piece
     // while no other message can move.
@@ -99,12 +95,11 @@ private:
     void pull(int from);
     void check_size(int from) const;
 
+    SharedMemory memory_;
     std::size_t ring_bytes_;
-    std::size_t mapped_bytes_;
     int rank_;
     int size_;
     std::vector<Peer> peers_;
-    char* memory_;
 };
 
 }  // namespace host

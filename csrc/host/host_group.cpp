@@ -1,8 +1,5 @@
 #include "host_group.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -25,27 +22,26 @@ std::size_t HostGroup::required_bytes(int size, std::size_t slot_bytes) {
 }
 
 HostGroup::HostGroup(int descriptor, int rank, int size, std::size_t slot_bytes, double timeout_s)
-    : mapped_bytes_(required_bytes(size, slot_bytes)), rank_(rank), size_(size), slot_bytes_(padded(slot_bytes)),
-      timeout_s_(timeout_s) {
-    memory_ = map_shared(descriptor, mapped_bytes_);
-    counter(rank_).process.store(getpid());
-}
-
-HostGroup::~HostGroup() { munmap(memory_, mapped_bytes_); }
+    : memory_(descriptor, rank, size, required_bytes(size, slot_bytes)), rank_(rank), size_(size),
+      slot_bytes_(padded(slot_bytes)), timeout_s_(timeout_s) {}
 
 char* HostGroup::slot(int rank, int stage) const {
-    return memory_ + size_ * sizeof(Counter) + (2 * static_cast<std::size_t>(rank) + stage) * slot_bytes_;
+    return memory_.behind_counters() + (2 * static_cast<std::size_t>(rank) + stage) * slot_bytes_;
 }
 
-Counter& HostGroup::counter(int rank) const { return reinterpret_cast<Counter*>(memory_)[rank]; }
+std::vector<const void*> HostGroup::slots(int stage, std::size_t offset) const {
+    std::vector<const void*> result;
+    for (int rank = 0; rank < size_; ++rank) result.push_back(slot(rank, stage) + offset);
+    return result;
+}
 
 void HostGroup::arrive() {
     ++round_;
-    counter(rank_).raise();
+    memory_.counter(rank_).raise();
 }
 
 void HostGroup::wait_for(int rank) {
-    Counter& other = counter(rank);
+    Counter& other = memory_.counter(rank);
     wait_until([&] { return has_reached(other.value.load(), round_); }, other, rank, other, timeout_s_);
 }
 
@@ -67,9 +63,7 @@ void HostGroup::all_reduce(void* data, std::size_t count, DType dtype, Operation
         const bool is_direct = length * item <= DIRECT_BYTES;
         const std::size_t first = is_direct ? 0 : length * rank_ / size_;
         const std::size_t last = is_direct ? length : length * (rank_ + 1) / size_;
-        Reduction reduction(own + first * item, last - first, dtype, operation);
-        for (int rank = 0; rank < size_; ++rank) reduction.add(slot(rank, stage) + first * item);
-        reduction.finish();
+        reduce(own + first * item, slots(stage, first * item), last - first, dtype, operation);
         if (is_direct) continue;
         // The second round, in the other slots: every rank's part of the result.
         std::memcpy(slot(rank_, 1 - stage), own + first * item, (last - first) * item);
@@ -95,9 +89,7 @@ void HostGroup::reduce_scatter(const void* input, void* output, std::size_t coun
             std::memcpy(slot(rank_, stage) + part * length * item, in + (part * count + begin) * item, length * item);
         arrive();
         wait_for_all();
-        Reduction reduction(out + begin * item, length, dtype, operation);
-        for (int rank = 0; rank < size_; ++rank) reduction.add(slot(rank, stage) + rank_ * length * item);
-        reduction.finish();
+        reduce(out + begin * item, slots(stage, rank_ * length * item), length, dtype, operation);
     }
 }
 

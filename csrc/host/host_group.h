@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "waiting.h"
 
@@ -21,9 +22,6 @@ public:
     // `descriptor`: an open file of `required_bytes(size, slot_bytes)` zero bytes that all ranks map. It may be closed
     // afterwards.
     HostGroup(int descriptor, int rank, int size, std::size_t slot_bytes, double timeout_s);
-    ~HostGroup();
-    HostGroup(const HostGroup&) = delete;
-    HostGroup& operator=(const HostGroup&) = delete;
 
     static std::size_t required_bytes(int size, std::size_t slot_bytes);
 
@@ -40,13 +38,12 @@ public:
 
 private:
     char* slot(int rank, int stage) const;
-    Counter& counter(int rank) const;
+    std::vector<const void*> slots(int stage, std::size_t offset) const;  // of all ranks, from `offset` on
     void arrive();
     void wait_for(int rank);
     void wait_for_all();
 
-    char* memory_ = nullptr;
-    std::size_t mapped_bytes_;
+    SharedMemory memory_;
     int rank_;
     int size_;
     std::size_t slot_bytes_;

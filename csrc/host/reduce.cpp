@@ -34,6 +34,24 @@ std::uint16_t narrow(float value) {
     return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+template <typename T>
+void reduce_as(void* out, const std::vector<const void*>& terms, std::size_t count, Operation operation) {
+    std::memcpy(out, terms[0], count * sizeof(T));
+    for (std::size_t i = 1; i < terms.size(); ++i) {
+        combine(static_cast<T*>(out), static_cast<const T*>(terms[i]), count, operation);
+    }
+}
+
+void reduce_bfloat16(void* out, const std::vector<const void*>& terms, std::size_t count, Operation operation) {
+    std::vector<float> result(count), wide(count);
+    for (std::size_t i = 0; i < terms.size(); ++i) {
+        const auto* term = static_cast<const std::uint16_t*>(terms[i]);
+        std::transform(term, term + count, (i == 0 ? result : wide).begin(), widen);
+        if (i > 0) combine(result.data(), wide.data(), count, operation);
+    }
+    std::transform(result.begin(), result.end(), static_cast<std::uint16_t*>(out), narrow);
+}
+
 }  // namespace
 
 std::size_t item_bytes(DType dtype) {
@@ -46,33 +64,13 @@ std::size_t item_bytes(DType dtype) {
     throw std::logic_error("no such dtype");
 }
 
-Reduction::Reduction(void* out, std::size_t count, DType dtype, Operation operation)
-    : out_(out), count_(count), dtype_(dtype), operation_(operation) {}
-
-void Reduction::add(const void* term) {
-    if (dtype_ == DType::bfloat16) {
-        const auto* narrow_term = static_cast<const std::uint16_t*>(term);
-        std::vector<float> wide(count_);
-        std::transform(narrow_term, narrow_term + count_, wide.begin(), widen);
-        if (is_first_)
-            wide_.swap(wide);
-        else
-            combine(wide_.data(), wide.data(), count_, operation_);
-    } else if (is_first_) {
-        std::memcpy(out_, term, count_ * item_bytes(dtype_));
-    } else if (dtype_ == DType::float32) {
-        combine(static_cast<float*>(out_), static_cast<const float*>(term), count_, operation_);
-    } else if (dtype_ == DType::float64) {
-        combine(static_cast<double*>(out_), static_cast<const double*>(term), count_, operation_);
-    } else {
-        combine(static_cast<std::int64_t*>(out_), static_cast<const std::int64_t*>(term), count_, operation_);
+void reduce(void* out, const std::vector<const void*>& terms, std::size_t count, DType dtype, Operation operation) {
+    switch (dtype) {
+        case DType::float32: return reduce_as<float>(out, terms, count, operation);
+        case DType::float64: return reduce_as<double>(out, terms, count, operation);
+        case DType::int64: return reduce_as<std::int64_t>(out, terms, count, operation);
+        case DType::bfloat16: return reduce_bfloat16(out, terms, count, operation);
     }
-    is_first_ = false;
-}
-
-void Reduction::finish() {
-    if (dtype_ != DType::bfloat16) return;
-    std::transform(wide_.begin(), wide_.end(), static_cast<std::uint16_t*>(out_), narrow);
 }
 
 }  // namespace host

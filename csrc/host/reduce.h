@@ -1,4 +1,4 @@
-// Element-wise sums and maxima, in the order in which the terms are added.
+// Element-wise sums and maxima, in the order of the terms.
 #pragma once
 
 #include <cstddef>
@@ -10,21 +10,8 @@ namespace host {
 
 std::size_t item_bytes(DType dtype);
 
-// Adds arrays of `count` elements into `out`. bfloat16 is added up in float and rounded once.
-class Reduction {
-public:
-    Reduction(void* out, std::size_t count, DType dtype, Operation operation);
-    // The terms may not overlap `out`.
-    void add(const void* term);
-    void finish();
-
-private:
-    void* out_;
-    std::size_t count_;
-    DType dtype_;
-    Operation operation_;
-    bool is_first_ = true;
-    std::vector<float> wide_;
-};
+// The sum or maximum of arrays of `count` elements, which may not overlap `out`. bfloat16 is added up in float and
+// rounded once.
+void reduce(void* out, const std::vector<const void*>& terms, std::size_t count, DType dtype, Operation operation);
 
 }  // namespace host

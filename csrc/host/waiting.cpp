@@ -24,11 +24,15 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 
 }  // namespace
 
-char* map_shared(int descriptor, std::size_t bytes) {
+SharedMemory::SharedMemory(int descriptor, int rank, int size, std::size_t bytes)
+    : bytes_(bytes), size_(size) {
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (memory == MAP_FAILED) throw std::runtime_error(std::string("cannot map shared memory: ") + std::strerror(errno));
-    return static_cast<char*>(memory);
+    counters_ = static_cast<Counter*>(memory);
+    counter(rank).process.store(getpid());
 }
+
+SharedMemory::~SharedMemory() { munmap(counters_, bytes_); }
 
 void Counter::raise() {
     value.fetch_add(1);

@@ -19,9 +19,6 @@ constexpr std::size_t CACHE_LINE = 64;
 
 inline std::size_t padded(std::size_t bytes) { return (bytes + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE; }
 
-// Maps a file that all ranks of a group share; `bytes` of it from its beginning.
-char* map_shared(int descriptor, std::size_t bytes);
-
 // A counter of one rank that others wait for, in shared memory, alone in its cache line.
 struct alignas(CACHE_LINE) Counter {
     std::atomic<std::uint32_t> value;
@@ -32,6 +29,24 @@ struct alignas(CACHE_LINE) Counter {
     void raise();
     // Sleeps until the value is not `seen`, some milliseconds at most; true if it was those.
     bool sleep(std::uint32_t seen);
+};
+
+// The memory that all ranks of a group map: the counter of each, and what they write for one another.
+class SharedMemory {
+public:
+    // Maps `bytes` from the beginning of a file, and writes for the others which process `rank` is.
+    SharedMemory(int descriptor, int rank, int size, std::size_t bytes);
+    ~SharedMemory();
+    SharedMemory(const SharedMemory&) = delete;
+    SharedMemory& operator=(const SharedMemory&) = delete;
+
+    Counter& counter(int rank) const { return counters_[rank]; }
+    char* behind_counters() const { return reinterpret_cast<char*>(counters_ + size_); }
+
+private:
+    std::size_t bytes_;
+    int size_;
+    Counter* counters_;
 };
 
 namespace waiting {

@@ -160,34 +160,32 @@ class HostProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         (tensor,) = tensors
-        flat = tensor.detach().contiguous()
-        return self._sent([flat], self._channels, self._channels.send(flat.data_ptr(), flat.nbytes, to), to)
+        return self._send(_whole(tensor.detach().contiguous()), self._channels, to)
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         target = tensor.detach()
         flat = target.contiguous()
-        number = self._channels.receive(flat.data_ptr(), flat.nbytes, sender)
         then = None if flat.data_ptr() == target.data_ptr() else partial(target.copy_, flat)
-        return self._received([flat], self._channels, number, sender, then)
+        return self._receive(_whole(flat), self._channels, sender, then)
 
     def send_parts(self, parts: Parts, to: int) -> dist.Work:
         """Sends one message; its parts must not change until it is sent. `to` is a rank of the group, or this one."""
-        return self._sent(parts.tensors, self._parts_channels, self._parts_channels.send_parts(parts.rows, to), to)
+        return self._send(parts, self._parts_channels, to)
 
     def receive_parts(self, parts: Parts, sender: int) -> dist.Work:
         """Fills the parts with a message of `send_parts`, which may have been cut into other parts."""
-        number = self._parts_channels.receive_parts(parts.rows, sender)
-        return self._received(parts.tensors, self._parts_channels, number, sender)
+        return self._receive(parts, self._parts_channels, sender)
 
-    def _sent(self, tensors: Sequence[Tensor], channels: _host.Channels, number: int, to: int) -> dist.Work:
-        return _Message(self, tensors, partial(channels.is_sent, number, to), partial(channels.wait_sent, number, to))
+    def _send(self, parts: Parts, channels: _host.Channels, to: int) -> dist.Work:
+        number = channels.send(parts.rows, to)
+        is_done, wait = partial(channels.is_sent, number, to), partial(channels.wait_sent, number, to)
+        return _Message(self, parts.tensors, is_done, wait)
 
-    def _received(
-        self, tensors: Sequence[Tensor], channels: _host.Channels, number: int, sender: int, then: Then = None
-    ) -> dist.Work:
+    def _receive(self, parts: Parts, channels: _host.Channels, sender: int, then: Then = None) -> dist.Work:
+        number = channels.receive(parts.rows, sender)
         is_done, wait = partial(channels.is_received, number, sender), partial(channels.wait_received, number, sender)
-        return _Message(self, tensors, is_done, wait, then)
+        return _Message(self, parts.tensors, is_done, wait, then)
 
 
 class _Message(dist.Work):
@@ -240,6 +238,11 @@ def _kinds(tensor: Tensor, operation: dist.ReduceOp) -> tuple[_host.DType, _host
         if operation == known and tensor.dtype in _DTYPES:  # type: ignore[comparison-overlap]
             return _DTYPES[tensor.dtype], found
     raise NotImplementedError(f"{operation} of {tensor.dtype}: host memory has SUM and MAX of {list(_DTYPES)}")
+
+
+def _whole(flat: Tensor) -> Parts:
+    """A contiguous tensor as one part."""
+    return Parts(np.array([[flat.data_ptr(), 1, flat.nbytes, 0]], np.int64), [flat])
 
 
 def _done(tensors: Sequence[Tensor]) -> dist.Work:

@@ -259,10 +259,10 @@ def echo(process: int, descriptor: int, sizes: list[int]) -> None:
     channels = join_channels(process, descriptor, 1)
     for size in sizes:
         held = torch.zeros(size, dtype=torch.uint8)
-        channels.wait_received(channels.receive(held.data_ptr(), size, 0), 0, PATIENCE_S)
-        channels.wait_sent(channels.send(held.data_ptr(), size, 0), 0, PATIENCE_S)
+        channels.wait_received(channels.receive(Parts.of([held]).rows, 0), 0, PATIENCE_S)
+        channels.wait_sent(channels.send(Parts.of([held]).rows, 0), 0, PATIENCE_S)
     last = torch.full((10,), 7, dtype=torch.uint8)
-    channels.send(last.data_ptr(), 10, 0)
+    channels.send(Parts.of([last]).rows, 0)
 
 
 def test_small_rings_and_a_rank_that_ended():
@@ -276,20 +276,20 @@ def test_small_rings_and_a_rank_that_ended():
     channels = join_channels(os.getpid(), descriptor, 0)
     sent = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
     back = [torch.zeros_like(tensor) for tensor in sent]
-    receives = [channels.receive(tensor.data_ptr(), len(tensor), 1) for tensor in back]
-    sends = [channels.send(tensor.data_ptr(), len(tensor), 1) for tensor in sent]
+    receives = [channels.receive(Parts.of([tensor]).rows, 1) for tensor in back]
+    sends = [channels.send(Parts.of([tensor]).rows, 1) for tensor in sent]
     channels.wait_sent(sends[-1], 1, PATIENCE_S)
     channels.wait_received(receives[-1], 1, PATIENCE_S)
     assert all(map(torch.equal, back, sent))
     peer.join()
     last, never = torch.zeros(10, dtype=torch.uint8), torch.zeros(1)
-    channels.wait_received(channels.receive(last.data_ptr(), 10, 1), 1, PATIENCE_S)
+    channels.wait_received(channels.receive(Parts.of([last]).rows, 1), 1, PATIENCE_S)
     assert last.tolist() == [7] * 10
     ended = rf"rank 1 of the group \(process {peer.pid}\) has ended"
     with pytest.raises(host_group.PeerError, match=ended):
-        channels.wait_received(channels.receive(never.data_ptr(), 4, 1), 1, PATIENCE_S)
+        channels.wait_received(channels.receive(Parts.of([never]).rows, 1), 1, PATIENCE_S)
     with pytest.raises(host_group.PeerError, match=ended):
-        channels.wait_sent(channels.send(sent[-1].data_ptr(), 5_003, 1), 1, PATIENCE_S)
+        channels.wait_sent(channels.send(Parts.of([sent[-1]]).rows, 1), 1, PATIENCE_S)
 
 
 def exchange_parts(rank: int) -> None:
