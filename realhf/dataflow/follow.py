@@ -48,19 +48,18 @@ class Follow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowNode:
+class FollowNode(Follow):
     """A node of the dataflow graph: parameters of `target` follow those of `source`.
 
     It comes after the target's calls of a step and before those of the next, and after the source's training of the
     step. With a `staleness` k it comes before that training, and before the target's calls of k steps later.
     """
 
-    name: str
     target: str
-    source: str
-    eta: float
-    every_steps: int
-    staleness: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.target}_follows_{self.source}"
 
     def is_due(self, step: int) -> bool:
         """Whether the parameters follow in `step`, counted from 0."""
@@ -104,13 +103,6 @@ def follow_nodes(
                 f"{says} but they have two architectures, {models[target]} and {models[source]}; give their calls "
                 "one model_type"
             )
-        name = f"{target}_follows_{source}"
-        nodes[name] = FollowNode(
-            name=name,
-            target=target,
-            source=source,
-            eta=follow.eta,
-            every_steps=follow.every_steps,
-            staleness=follow.staleness,
-        )
+        node = FollowNode(**vars(follow), target=target)
+        nodes[node.name] = node
     return nodes

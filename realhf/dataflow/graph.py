@@ -160,11 +160,9 @@ class ModelFunctionCallDef:
 
     def check_protocol(self, layout: Layout) -> None:
         """Raises UserError if the call cannot run under its protocol in `layout`."""
-        if self.protocol is not THREE_D_PROTO:
-            self._check_protocol(layout)
-
-    def _check_protocol(self, layout: Layout) -> None:
         protocol, usual = self.protocol, THREE_D_PROTO
+        if protocol is usual:
+            return
         try:
             protocol.check(layout)
         except UserError as error:
@@ -232,12 +230,8 @@ class DataflowGraph:
         _check_names(calls)
         self.producers = _find_producers(calls, self.dataset_keys)
         self.samples_per_prompt = _samples_per_prompt(calls)
-        data_edges = self._data_edges(calls)
-        parents: dict[str, set[str]] = {call.name: set() for call in calls}
-        for edge in data_edges:
-            parents[edge.child].add(edge.parent)
-        position = {call.name: i for i, call in enumerate(calls)}
-        self.calls = {name: next(c for c in calls if c.name == name) for name in _sorted_calls(parents, position)}
+        data_edges, named = self._data_edges(calls), {call.name: call for call in calls}
+        self.calls = {name: named[name] for name in _sorted_nodes(list(named), data_edges)}
         self.model_calls = {name: call for name, call in self.calls.items() if not call.runs_beside}
         self.beside = {name: call for name, call in self.calls.items() if call.runs_beside}
         if not self.model_calls:
@@ -250,7 +244,7 @@ class DataflowGraph:
         trained = {call.model_name for call in calls if call.trains}
         self.follows: dict[str, FollowNode] = follow_nodes(follows or {}, self.models, trained)
         self.edges = data_edges + self._version_edges() + self._follow_edges()
-        self.order = self._sorted_nodes()
+        self.order = _sorted_nodes(self.nodes, self.edges)
 
     @property
     def models(self) -> dict[str, DecoderConfig]:
@@ -352,14 +346,6 @@ class DataflowGraph:
             edges.append(Edge(node.name, trains[0], 1 - is_early, "version"))
         return edges
 
-    def _sorted_nodes(self) -> list[str]:
-        """All nodes of a step in an order that the edges within a step allow, otherwise as listed."""
-        parents: dict[str, set[str]] = {name: set() for name in self.nodes}
-        for edge in self.edges:
-            if edge.steps_back == 0:
-                parents[edge.child].add(edge.parent)
-        return _sorted_calls(parents, {name: i for i, name in enumerate(self.nodes)})
-
 
 def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:
     if not calls:
@@ -416,9 +402,12 @@ def _find_producers(calls: Sequence[ModelFunctionCallDef], dataset_keys: tuple[s
     return producers
 
 
-def _sorted_calls(parents: dict[str, set[str]], position: dict[str, int]) -> list[str]:
-    """Topological order; calls that could come next keep the order in which they were listed."""
-    sorter = TopologicalSorter(parents)
+def _sorted_nodes(nodes: Sequence[str], edges: Sequence[Edge]) -> list[str]:
+    """The nodes of a step in an order that the edges within it allow; those that could come next are as listed."""
+    sorter = TopologicalSorter(dict.fromkeys(nodes, ()))
+    for edge in edges:
+        if edge.steps_back == 0:
+            sorter.add(edge.child, edge.parent)
     try:
         sorter.prepare()
     except CycleError as error:
@@ -427,7 +416,7 @@ def _sorted_calls(parents: dict[str, set[str]], position: dict[str, int]) -> lis
     order: list[str] = []
     ready: list[str] = []
     while sorter.is_active():
-        ready = sorted([*ready, *sorter.get_ready()], key=position.__getitem__)
+        ready = sorted([*ready, *sorter.get_ready()], key=nodes.index)
         order.append(ready.pop(0))
         sorter.done(order[-1])
     return order

@@ -109,8 +109,17 @@ def check_implementation(call: str, config: InterfaceConfig, method: str) -> Non
             f"{call}: {name} is implemented in a module {module!r}, which is not there; put the file "
             f"{module.rpartition('.')[2]}.py beside the experiment's, or install the package"
         )
-    if found.origin and found.origin.endswith(".py"):
-        _check_source(call, config, Path(found.origin), cls, method)
+    if not (found.origin and found.origin.endswith(".py")):
+        return
+    tree = source_tree(call, found.origin)
+    bound = bound_names(tree)
+    if bound & ANY_NAME:
+        return
+    classes = {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}
+    if cls not in bound:
+        raise UserError(lacks_class(call, config, found.origin, classes))
+    if cls in classes and f".{method}" not in bound and not _may_have(method, cls, classes):
+        raise UserError(lacks_method(call, config, found.origin, method))
 
 
 def lacks_class(call: str, config: InterfaceConfig, file: str | None, classes: Collection[str]) -> str:
@@ -128,29 +137,22 @@ def lacks_method(call: str, config: InterfaceConfig, file: str | None, method: s
     return f"{call}: {cls} in {file} has no method {method}, which the call's interface_type needs; define it"
 
 
-def _check_source(call: str, config: InterfaceConfig, file: Path, cls: str, method: str) -> None:
+def source_tree(what: str, file: str) -> ast.Module:
+    """The syntax tree of a module's source. Raises UserError, which begins with `what`: it cannot be imported."""
     try:
-        tree = ast.parse(file.read_bytes())
+        return ast.parse(Path(file).read_bytes())
     except SyntaxError as error:
-        raise UserError(f"{call}: {file}:{error.lineno}: cannot be imported: SyntaxError: {error.msg}") from None
+        raise UserError(f"{what}: {file}:{error.lineno}: cannot be imported: SyntaxError: {error.msg}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{call}: {file}: cannot be imported: {type(error).__name__}: {error}") from None
-    bound = bound_names(tree)
-    if bound & _ANY_NAME:
-        return
-    classes = {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}
-    if cls not in bound:
-        raise UserError(lacks_class(call, config, str(file), classes))
-    if cls in classes and f".{method}" not in bound and not _may_have(method, cls, classes):
-        raise UserError(lacks_method(call, config, str(file), method))
+        raise UserError(f"{what}: {file}: cannot be imported: {type(error).__name__}: {error}") from None
 
 
 # A module that uses one of these may have names that its source does not show.
-_ANY_NAME = {"*", "__getattr__", "globals", "setattr", "exec"}
+ANY_NAME = {"*", "__getattr__", "globals", "setattr", "exec"}
 
 
 def bound_names(tree: ast.AST) -> set[str]:
-    """All names that a piece of source binds anywhere (`.NAME` for an attribute), and the uses in it of `_ANY_NAME`."""
+    """All names that a piece of source binds anywhere (`.NAME` for an attribute), and the uses in it of `ANY_NAME`."""
     names = set()
     for node in ast.walk(tree):
         match node:
@@ -162,7 +164,7 @@ def bound_names(tree: ast.AST) -> set[str]:
                 names.add(name)
             case ast.Attribute(attr=name, ctx=ast.Store()):
                 names.add(f".{name}")
-            case ast.Name(id=name) if name in _ANY_NAME:
+            case ast.Name(id=name) if name in ANY_NAME:
                 names.add(name)
     return names
 

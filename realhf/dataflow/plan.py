@@ -14,7 +14,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import DEVICES, SECONDS, STALENESS, STEPS_IN_FLIGHT, check_fields, check_range
-from realhf.dataflow.copies import copies_problem, with_copies
+from realhf.dataflow.copies import with_copies
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.offload import check_offload
@@ -326,11 +326,9 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
     for name, call in plan.calls.items():
         definition = graph.calls[name]
         first, count = call.devices
-        if min(call.dp, call.tp, call.pp, call.chunks, call.micro_batches) < 1:
-            raise UserError(f"{name}: dp, tp, pp, chunks and micro_batches must be at least 1")
         if call.strategy.size != count:
             raise UserError(f"{name}: {call.strategy} needs {call.strategy.size} devices but devices={[first, count]}")
-        if first < 0 or first + count > plan.num_devices:
+        if first + count > plan.num_devices:
             raise UserError(
                 f"{name}: devices={[first, count]} do not lie within the {plan.num_devices} devices of the plan"
             )
@@ -371,9 +369,45 @@ def check_confined(plan: ExecutionPlan, graph: DataflowGraph) -> None:
 
 def problem_of_copies(plan: ExecutionPlan, graph: DataflowGraph) -> str:
     """Why a call cannot take its copy of the parameters from where the plan says; empty where all can."""
-    layouts = {name: call.layout for name, call in plan.calls.items()}
-    homes = {model: plan.home(graph, model) for model in graph.models}
-    return copies_problem(plan.copies, layouts, homes, graph, plan.offload)
+    copies = plan.copies
+    for name, source in copies.items():
+        says, model = f"{name}: copy_from={source!r}", graph.model_calls[name].model_name
+        calls = [call.name for call in graph.calls_of(model)]
+        home = plan.layout(plan.home(graph, model))
+        if source not in calls or source == name:
+            copied = [call for call in calls if call != name and plan.layout(call) != home]
+            remedy = f"choose from {', '.join(copied)}, or leave it out" if copied else "leave it out"
+            return (
+                f"{says} is no other call of its model {model!r} with a copy; {remedy}: the copy then comes from the "
+                "model's home"
+            )
+        if plan.layout(name) == home:
+            return f"{says}, but its layout is that of its model's home and needs no copy; leave it out"
+        if plan.layout(source) == home:
+            return f"{says}, which has no copy: it runs in the home of model {model!r}; leave it out"
+        if root := copies.get(source):
+            return f"{says}, whose own copy is from {root}; give copy_from={root!r} here, too"
+        if model in plan.offload:
+            return (
+                f"{says}, but model {model!r} waits in host memory, from where all its copies come; leave copy_from "
+                "out, or take the model out of offload"
+            )
+        if _versions(graph, name) != _versions(graph, source):
+            return f"{says}, which uses another version of the parameters; leave it out"
+        if graph.order.index(source) > graph.order.index(name):
+            return f"{says}, which runs after it; leave it out, or give {source} copy_from={name!r}"
+        for other in calls:
+            if plan.layout(other) == plan.layout(source) and other != source and copies.get(other) != source:
+                return (
+                    f"{says}, whose copy is kept meanwhile, but {other} has the same layout and makes a copy of its "
+                    f"own; give {other} copy_from={source!r} too, or another layout"
+                )
+    return ""
+
+
+def _versions(graph: DataflowGraph, name: str) -> set[tuple[str, int]]:
+    """The calls that a call must wait for to have its version of the parameters."""
+    return {(edge.parent, edge.steps_back) for edge in graph.parents(name) if edge.kind == "version"}
 
 
 def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
@@ -468,15 +502,13 @@ def _check_micro_dp(plan: ExecutionPlan, graph: DataflowGraph) -> None:
 
 def problem_of_order(plan: ExecutionPlan, graph: DataflowGraph) -> str:
     """Why calls cannot be issued in the plan's order; empty where they can."""
-    if plan.max_steps_in_flight < 1:
-        return f"max_steps_in_flight={plan.max_steps_in_flight} must be at least 1"
     if not plan.order:
         return ""
     place = {entry.call: (entry.steps_back, i) for i, entry in enumerate(plan.order)}
     if sorted(entry.call for entry in plan.order) != sorted(graph.nodes):
         return f"order must name every call once; the calls are {_names(graph.nodes)}"
     for entry in plan.order:
-        if not 0 <= entry.steps_back < plan.max_steps_in_flight:
+        if entry.steps_back >= plan.max_steps_in_flight:
             return (
                 f"order: steps_back={entry.steps_back} of {entry.call} must be from 0 to "
                 f"{plan.max_steps_in_flight - 1}, since max_steps_in_flight={plan.max_steps_in_flight}"
