@@ -4,125 +4,74 @@ The code of an interface of your own also imports `realhf.engine.interface` (arg
 `realhf.algorithms.functional` (the mathematics). These import torch; this module does not.
 """
 
-from realhf.api.decorator import auto
-from realhf.api.experiment import (
-    DatasetExtent,
-    Evaluation,
-    KeyExtent,
-    ModelSetup,
-    OptimizerConfig,
-)
-from realhf.api.generation import GenerationOptions
-from realhf.api.model_source import ModelSource, model_source
-from realhf.api.script.columns import Columns
-from realhf.api.script.config import Generate, Logprobs, Measure, SampledAccuracy, Score, Term, Update, Values
-from realhf.api.script.data import Examples, Pairs, Prompts
-from realhf.api.script.functions import (
-    SEQUENCE_MEAN,
-    TOKEN_MEAN,
-    Reduction,
-    loss_function,
-    sequence_sum_over,
-    tensor_function,
-)
-from realhf.api.script.models import Policy, RewardModel, ValueModel, model_method
-from realhf.api.script.reward import Reward
-from realhf.api.script.views import inputs
-from realhf.architecture.compute import ComputeConfig
-from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
-from realhf.architecture.named import ARCHITECTURES, architecture
-from realhf.architecture.transformers_config import transformers_model
-from realhf.base.errors import RunError, UserError
-from realhf.base.options import Common, Option, Settings
-from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
-from realhf.dataflow.interface import InterfaceConfig
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
-from realhf.dataflow.pools import Pool
-from realhf.dataflow.protocols import (
-    ALL_TO_ALL,
-    DP_PROTO,
-    ONE_TO_ALL,
-    RANK_ZERO,
-    THREE_D_PP_AS_DP,
-    THREE_D_PP_ONLY,
-    THREE_D_PROTO,
-    Division,
-    TransferProtocol,
-    all_micro_dp,
-)
-from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-
-__all__ = [
-    "ALL_TO_ALL",
-    "ARCHITECTURES",
-    "DP_PROTO",
-    "GENERATE",
-    "INFERENCE",
-    "ONE_TO_ALL",
-    "RANK_ZERO",
-    "SEQUENCE_MEAN",
-    "THREE_D_PP_AS_DP",
-    "THREE_D_PP_ONLY",
-    "THREE_D_PROTO",
-    "TOKEN_MEAN",
-    "TRAIN_STEP",
-    "CallPlan",
-    "Columns",
-    "Common",
-    "ComputeConfig",
-    "DType",
-    "DataflowGraph",
-    "DatasetExtent",
-    "DecoderConfig",
-    "DeviceMesh",
-    "Division",
-    "Evaluation",
-    "Examples",
-    "ExecutionPlan",
-    "Experts",
-    "Follow",
-    "Generate",
-    "GenerationOptions",
-    "InterfaceConfig",
-    "KeyExtent",
-    "Layout",
-    "Logprobs",
-    "Measure",
-    "ModelFunctionCallDef",
-    "ModelSetup",
-    "ModelSource",
-    "OptimizerConfig",
-    "Option",
-    "Pairs",
-    "ParallelStrategy",
-    "Policy",
-    "Pool",
-    "Prompts",
-    "Reduction",
-    "Reward",
-    "RewardModel",
-    "RopeScaling",
-    "RunError",
-    "SampledAccuracy",
-    "Score",
-    "Settings",
-    "Term",
-    "TransferProtocol",
-    "Update",
-    "UserError",
-    "ValueModel",
-    "Values",
-    "all_micro_dp",
-    "architecture",
-    "auto",
-    "inputs",
-    "load_plan",
-    "loss_function",
-    "model_method",
-    "model_source",
-    "save_plan",
-    "sequence_sum_over",
-    "tensor_function",
-    "transformers_model",
-]
+from realhf.api.decorator import auto as auto
+from realhf.api.experiment import DatasetExtent as DatasetExtent
+from realhf.api.experiment import Evaluation as Evaluation
+from realhf.api.experiment import KeyExtent as KeyExtent
+from realhf.api.experiment import ModelSetup as ModelSetup
+from realhf.api.experiment import OptimizerConfig as OptimizerConfig
+from realhf.api.generation import GenerationOptions as GenerationOptions
+from realhf.api.model_source import ModelSource as ModelSource
+from realhf.api.model_source import model_source as model_source
+from realhf.api.script.columns import Columns as Columns
+from realhf.api.script.config import Generate as Generate
+from realhf.api.script.config import Logprobs as Logprobs
+from realhf.api.script.config import Measure as Measure
+from realhf.api.script.config import SampledAccuracy as SampledAccuracy
+from realhf.api.script.config import Score as Score
+from realhf.api.script.config import Term as Term
+from realhf.api.script.config import Update as Update
+from realhf.api.script.config import Values as Values
+from realhf.api.script.data import Examples as Examples
+from realhf.api.script.data import Pairs as Pairs
+from realhf.api.script.data import Prompts as Prompts
+from realhf.api.script.functions import SEQUENCE_MEAN as SEQUENCE_MEAN
+from realhf.api.script.functions import TOKEN_MEAN as TOKEN_MEAN
+from realhf.api.script.functions import Reduction as Reduction
+from realhf.api.script.functions import loss_function as loss_function
+from realhf.api.script.functions import sequence_sum_over as sequence_sum_over
+from realhf.api.script.functions import tensor_function as tensor_function
+from realhf.api.script.models import Policy as Policy
+from realhf.api.script.models import RewardModel as RewardModel
+from realhf.api.script.models import ValueModel as ValueModel
+from realhf.api.script.models import model_method as model_method
+from realhf.api.script.reward import Reward as Reward
+from realhf.api.script.views import inputs as inputs
+from realhf.architecture.compute import ComputeConfig as ComputeConfig
+from realhf.architecture.model import DecoderConfig as DecoderConfig
+from realhf.architecture.model import DType as DType
+from realhf.architecture.model import Experts as Experts
+from realhf.architecture.model import RopeScaling as RopeScaling
+from realhf.architecture.named import ARCHITECTURES as ARCHITECTURES
+from realhf.architecture.named import architecture as architecture
+from realhf.architecture.transformers_config import transformers_model as transformers_model
+from realhf.base.errors import RunError as RunError
+from realhf.base.errors import UserError as UserError
+from realhf.base.options import Common as Common
+from realhf.base.options import Option as Option
+from realhf.base.options import Settings as Settings
+from realhf.dataflow.follow import Follow as Follow
+from realhf.dataflow.graph import GENERATE as GENERATE
+from realhf.dataflow.graph import INFERENCE as INFERENCE
+from realhf.dataflow.graph import TRAIN_STEP as TRAIN_STEP
+from realhf.dataflow.graph import DataflowGraph as DataflowGraph
+from realhf.dataflow.graph import ModelFunctionCallDef as ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig as InterfaceConfig
+from realhf.dataflow.plan import CallPlan as CallPlan
+from realhf.dataflow.plan import ExecutionPlan as ExecutionPlan
+from realhf.dataflow.plan import load_plan as load_plan
+from realhf.dataflow.plan import save_plan as save_plan
+from realhf.dataflow.pools import Pool as Pool
+from realhf.dataflow.protocols import ALL_TO_ALL as ALL_TO_ALL
+from realhf.dataflow.protocols import DP_PROTO as DP_PROTO
+from realhf.dataflow.protocols import ONE_TO_ALL as ONE_TO_ALL
+from realhf.dataflow.protocols import RANK_ZERO as RANK_ZERO
+from realhf.dataflow.protocols import THREE_D_PP_AS_DP as THREE_D_PP_AS_DP
+from realhf.dataflow.protocols import THREE_D_PP_ONLY as THREE_D_PP_ONLY
+from realhf.dataflow.protocols import THREE_D_PROTO as THREE_D_PROTO
+from realhf.dataflow.protocols import Division as Division
+from realhf.dataflow.protocols import TransferProtocol as TransferProtocol
+from realhf.dataflow.protocols import all_micro_dp as all_micro_dp
+from realhf.geometry.layout import DeviceMesh as DeviceMesh
+from realhf.geometry.layout import Layout as Layout
+from realhf.geometry.layout import ParallelStrategy as ParallelStrategy

@@ -1,9 +1,8 @@
 """The options of data sets by kind: what a data set of `realhf.data` is made with, and a script offers to its users."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
-from realhf.base.errors import UserError
 from realhf.base.options import DATA, Common, Option, Settings
 
 TooLong = Literal["error", "drop", "truncate_left"]
@@ -49,11 +48,6 @@ class DataOptions(Settings):
     ] = ""
     chat_date: Annotated[str, Option("date that templates write as today's", metavar="DATE")] = DEFAULT_DATE
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.too_long not in get_args(TooLong):
-            raise UserError(f"too_long={self.too_long!r} is not known; choose from {', '.join(get_args(TooLong))}")
-
     @property
     def may_drop(self) -> bool:
         """Whether rows may be left out."""
@@ -69,11 +63,6 @@ class ExampleOptions(DataOptions):
         str, Option("column of texts that are all response (default: found by its name)", metavar="COLUMN")
     ] = ""
     loss_on: Annotated[LossOn, Common("turns of the assistant in a chat that have the loss")] = "last"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss_on not in get_args(LossOn):
-            raise UserError(f"loss_on={self.loss_on!r} is not known; choose from {', '.join(get_args(LossOn))}")
 
 
 @dataclass(frozen=True, kw_only=True)

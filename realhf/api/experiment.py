@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 
 from realhf.api.backends import NATIVE, implementation_of
 from realhf.architecture.compute import Computation, ComputeConfig
@@ -58,12 +58,6 @@ class OptimizerConfig(Settings):
     def run_with(self, computation: Computation) -> "OptimizerConfig":
         """As it is run: its states lie where the model's computation says."""
         return dataclasses.replace(self, offload_states=computation.offload_states)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.schedule not in get_args(LearningRateSchedule):
-            known = ", ".join(get_args(LearningRateSchedule))
-            raise UserError(f"schedule={self.schedule!r} is not known; choose one of {known}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,25 +190,6 @@ class Evaluation:
     dataset: Dataset
     batch_size: int
     every_steps: int | None = None
-
-
-class Experiment(Protocol):
-    """The attributes that the system reads from an experiment under `@auto`."""
-
-    seed: int
-    steps: int
-
-    @property
-    def rpcs(self) -> Sequence[ModelFunctionCallDef]: ...
-
-    @property
-    def models(self) -> Mapping[str, ModelSetup]: ...
-
-    @property
-    def dataset(self) -> Dataset: ...
-
-    @property
-    def evaluation(self) -> Evaluation | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from typing_extensions import Doc
 
+from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
 
 # Headings of an experiment's fields in the help, in its order.
@@ -109,16 +110,21 @@ def flags(of: type) -> dict[str, bool]:
 
 
 def check_options(of: type, values: Mapping[str, Any], where: str | None = None) -> None:
-    """Raises UserError if one of the `values` is out of the range of the option in `of`; None is in every range. Errors
-    call it by its name on the command line, or by `where` and the name of its field."""
+    """Raises UserError if one of the `values` is out of the range of the option in `of`, or none of its choices; None
+    is always allowed. Errors call it by its name on the command line, or by `where` and the name of its field."""
     for name, one in options_in(of).items():
+        value, shown = values.get(name), one.flag if where is None else f"{where}{name}"
+        if value is None:
+            continue
         low, high = one.option.range
-        if (low, high) != (None, None) and values.get(name) is not None:
-            check_range(one.flag if where is None else f"{where}{name}", values[name], low, high, one.option.unit)
+        if (low, high) != (None, None):
+            check_range(shown, value, low, high, one.option.unit)
+        if get_origin(one.type) is Literal and value not in get_args(one.type):
+            raise UserError(f"{shown}={value!r} is not known; choose one of {', '.join(get_args(one.type))}")
 
 
 class Options:
-    """A dataclass of options, whose ranges are checked at construction. Raises UserError. `WHERE`: see
+    """A dataclass of options, whose ranges and choices are checked at construction. Raises UserError. `WHERE`: see
     `check_options`; `HEADING`: of its options in the help."""
 
     WHERE: ClassVar[str | None] = None

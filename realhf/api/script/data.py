@@ -1,12 +1,12 @@
 """The data of a script: what its parameters' annotations name, with their options."""
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from realhf.api.data_options import DataOptions, ExampleOptions, PairOptions
 from realhf.api.experiment import Dataset
+from realhf.api.script.functions import load
 from realhf.api.script.lines import ScriptError
 from realhf.base.options import NEEDED, Common
 
@@ -58,9 +58,3 @@ class Pairs(PairOptions, ScriptData):
     """Prompts with a better and a worse answer: `prompt`, and `chosen`, `rejected`, which begin with it."""
 
     DATASET: ClassVar[str] = "realhf.data.datasets:PreferenceDataset"
-
-
-def load(name: str) -> Any:
-    """What MODULE:NAME names."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

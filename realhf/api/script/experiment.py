@@ -17,11 +17,12 @@ import tyro
 
 from realhf.api.experiment import Dataset, Evaluation, ModelSetup
 from realhf.api.model_source import ModelSource, model_source
-from realhf.api.script.data import ScriptData, load
+from realhf.api.script.data import ScriptData
+from realhf.api.script.functions import load
 from realhf.api.script.lines import ScriptError
 from realhf.api.script.models import READING, ScriptModel
 from realhf.api.script.reward import Reward, models_of_rewards
-from realhf.api.script.trace import EndTokens, Trace
+from realhf.api.script.trace import EndTokens, ScriptParameter, Trace
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.base.options import DATA, EVALUATION, NEEDED, TRAINING, Common, Option
@@ -87,9 +88,11 @@ class ScriptExperiment:
         """By parameter the models, of rewards too."""
         return {**self._of_kind(ScriptModel), **models_of_rewards(self._of_kind(Reward))}
 
-    @property
-    def rpcs(self) -> list[ModelFunctionCallDef]:
-        return list(self._traced.calls)
+    @cached_property
+    def rpcs(self) -> Sequence[ModelFunctionCallDef]:
+        trace = self._trace()
+        _check(type(self).SCRIPT, trace, list(self._models), list(self._of_kind(ScriptData)))
+        return trace.calls
 
     @cached_property
     def models(self) -> Mapping[str, ModelSetup]:
@@ -166,17 +169,12 @@ class ScriptExperiment:
         first, *others = dict.fromkeys([*given, *tokenizer.end_tokens]) or [-1]
         return EndTokens(first, tuple(others))
 
-    @cached_property
-    def _traced(self) -> Trace:
-        trace = self._trace()
-        _check(type(self).SCRIPT, trace, list(self._models), list(self._of_kind(ScriptData)))
-        return trace
-
     def _trace(self, *, is_evaluation: bool = False) -> Trace:
         heads = {name: model.HEAD for name, model in self._models.items()}
         trace = Trace(
             {name: self._sources[name].architecture.with_head(head) for name, head in heads.items()},
             self.mini_batches,
+            self._tokenizer,
             self._end_tokens,
             is_evaluation,
             self.eval_temperature,
@@ -184,12 +182,10 @@ class ScriptExperiment:
         script = type(self).SCRIPT
         arguments: dict[str, Any] = {}
         for name in inspect.signature(script).parameters:
-            match value := getattr(self, name):
+            match value := self._models.get(name, getattr(self, name)):
                 case ScriptData():
                     arguments[name] = trace.dataset(name, self._datasets[name].keys)
-                case Reward():
-                    arguments[name] = value.in_trace(trace, name, self._tokenizer)
-                case ScriptModel():
+                case ScriptParameter():
                     arguments[name] = value.in_trace(trace, name)
                 case _:
                     arguments[name] = value
@@ -222,7 +218,7 @@ def _run(script: Callable[..., None], arguments: Mapping[str, Any]) -> None:
 def _check(script: Callable[..., None], trace: Trace, models: Sequence[str], data: Sequence[str]) -> None:
     """Raises UserError for a script that leaves something unused, or trains nothing."""
     place = f"{script.__code__.co_filename}:{script.__code__.co_firstlineno}: {script.__name__}"
-    trace.functions.check_used()
+    trace.check_read()
     used = {call.model_name for call in trace.calls}
     read = {key for call in trace.calls for key in call.input_data}
     for name in models:

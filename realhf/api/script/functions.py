@@ -1,33 +1,33 @@
 """Functions that run on the workers, within calls: tensor functions, losses, and how a loss is reduced."""
 
-import ast
 import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from realhf.api.script.columns import Symbolic
 from realhf.api.script.lines import script_error
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
-from realhf.dataflow.interface import bound_names
+from realhf.dataflow.interface import ANY_NAME, bound_names, source_tree
 
 # A function, or the name of one as MODULE:NAME, whose module is imported on the workers alone.
 Named = Callable[..., Any] | str
+
+
+def load(name: str) -> Any:
+    """What MODULE:NAME names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def load_function(function: Named) -> Callable[..., Any]:
     """The function itself; one that is named is imported."""
     if not isinstance(function, str):
         return function
-    module, _, name = function.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    inner = getattr(found, "function", found)  # one that is marked in its own module
-    loaded: Callable[..., Any] = load_function(inner)
-    return loaded
+    found = load(function)
+    return load_function(getattr(found, "function", found))  # one that is marked in its own module
 
 
 def check_function(function: Named) -> None:
@@ -36,32 +36,24 @@ def check_function(function: Named) -> None:
     Raises:
         UserError: it is no such name, there is no such module, or its source binds no such name.
     """
-    if isinstance(function, str) and (wrong := _wrong_with(function)):
-        raise UserError(wrong)
-
-
-@lru_cache(maxsize=256)
-def _wrong_with(function: str) -> str:
+    if not isinstance(function, str):
+        return
     module, _, name = function.partition(":")
     if not (module and name.isidentifier()):
-        return f"{function!r} names no function; give MODULE:NAME, such as my_losses:clipped"
+        raise UserError(f"{function!r} names no function; give MODULE:NAME, such as my_losses:clipped")
     try:
         spec = importlib.util.find_spec(module)
     except (ModuleNotFoundError, ValueError):  # a package above it; __main__
         spec = None
     if spec is None:
-        return (
+        raise UserError(
             f"{function!r}: there is no module {module!r}; put the file {module.rpartition('.')[2]}.py beside the "
             "script's, or install the package"
         )
     if not (spec.origin and spec.origin.endswith(".py")):
-        return ""  # the workers will see
-    try:
-        bound = bound_names(ast.parse(Path(spec.origin).read_bytes()))
-    except SyntaxError as error:
-        return f"{function!r}: {spec.origin}:{error.lineno}: cannot be imported: SyntaxError: {error.msg}"
-    is_there = name in bound or bound & {"*", "__getattr__", "globals"}
-    return "" if is_there else f"{function!r}: {spec.origin} has no function {name!r}; correct the name"
+        return  # the workers will see
+    if not bound_names(source_tree(repr(function), spec.origin)) & {name, *ANY_NAME}:
+        raise UserError(f"{function!r}: {spec.origin} has no function {name!r}; correct the name")
 
 
 def describe_function(function: Named) -> str:

@@ -1,9 +1,10 @@
 """The models of a script: what their parameters' annotations name, with their options and their methods."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Self
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import tyro
 
@@ -30,7 +31,7 @@ from realhf.api.script.data import ScriptData
 from realhf.api.script.functions import BoundLoss, LossFunction, Named, check_function
 from realhf.api.script.lines import script_error
 from realhf.api.script.symbols import SymbolicColumns
-from realhf.api.script.trace import Request, Trace
+from realhf.api.script.trace import Request, ScriptParameter
 from realhf.api.script.views import View
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DType, Head
@@ -50,7 +51,7 @@ ROLLOUT = "give the result of generate, or a tensor function's that was given it
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptModel(OptimizerConfig):
+class ScriptModel(OptimizerConfig, ScriptParameter):
     """A model of a script. Its fields are options of the command line, by the name of the parameter:
     `--actor.model DIR --actor.lr 1e-6`. Those of the optimizer hold if the script trains the model. A model of values
     or rewards that the script trains gets a new head anyway where the checkpoint is a language model. `follows`: see
@@ -94,27 +95,6 @@ class ScriptModel(OptimizerConfig):
             follows=self.follows,
         )
 
-    def in_trace(self, trace: Trace, name: str) -> Self:
-        """This model as the parameter `name` of a script that is traced."""
-        found = dataclasses.replace(self)
-        object.__setattr__(found, "_place", (trace, name))
-        return found
-
-    @property
-    def _trace(self) -> Trace:
-        return self._in_script[0]
-
-    @property
-    def _name(self) -> str:
-        return self._in_script[1]
-
-    @property
-    def _in_script(self) -> tuple[Trace, str]:
-        place: tuple[Trace, str] | None = vars(self).get("_place")
-        if place is None:
-            raise UserError(f"a {type(self).__name__} has its methods in a script alone: a function under @auto")
-        return place
-
     def _columns(self, given: Any, method: str) -> SymbolicColumns:
         if isinstance(given, SymbolicColumns):
             return given
@@ -132,7 +112,7 @@ class ScriptModel(OptimizerConfig):
         suffix = request.name or read._origin.suffix
         request = dataclasses.replace(request, name=suffix)
         keys = trace.keys(request)
-        config = kind(batch=view, outputs=tuple(keys.values()), reports=trace.functions.use(view), **settings)
+        config = kind(batch=view, outputs=tuple(keys.values()), reports=trace.read(view), **settings)
         trace.add(request, config, in_reading_order(view))
         return trace.result(request, keys)
 
@@ -156,7 +136,7 @@ class ScriptModel(OptimizerConfig):
                 "their own; update on the pairs in a step of their own script, or on rollouts and examples together"
             )
         first, *others = terms
-        numbers = tuple(number for one in terms for number in trace.functions.use(one.batch))
+        numbers = tuple(number for one in terms for number in trace.read(one.batch))
         is_new = first.rows == "rollout" and not trace.has_rollout_statistics
         config = Update(
             **vars(first),
@@ -180,7 +160,7 @@ class ScriptModel(OptimizerConfig):
         if term.rows == "rollout":
             return
         request = Request(model=self._name, method="update", kind=INFERENCE, name=name)
-        config = Measure(**vars(term), reports=self._trace.functions.use(term.batch), prefix=self._name)
+        config = Measure(**vars(term), reports=self._trace.read(term.batch), prefix=self._name)
         self._trace.add(request, config, in_reading_order(term.batch))
 
     def _term(self, batch: Any, loss: Any, coef: float = 1.0) -> Term:
@@ -192,10 +172,7 @@ class ScriptModel(OptimizerConfig):
                 f"{self._name}.update needs a loss, and was given a {type(loss).__name__}; mark one with "
                 "loss_function and call it with its hyperparameters: update(batch, my_loss(hp))"
             )
-        try:
-            check_function(loss.function)
-        except UserError as error:
-            raise script_error(str(error)) from None
+        check_function(loss.function)
         known = dict(read._view.columns)
         rows: Rows = next((kind for kind in SEQUENCES if all(name in known for name in SEQUENCES[kind])), "rollout")
         needs = {"rollout": ("prompt", "seq"), "examples": ("tokens", "prompt_length"), "pairs": ("prompt",)}[rows]
@@ -332,34 +309,27 @@ class ModelMethod:
         object.__setattr__(self, "method", name)
 
     def __get__(self, model: ScriptModel | None, owner: type) -> Any:
-        return self if model is None else _BoundMethod(self, model)
+        return self if model is None else partial(self._call, model)
 
-
-@dataclass(frozen=True)
-class _BoundMethod:
-    made: ModelMethod
-    model: ScriptModel
-
-    def __call__(self, batch: Data, *arguments: Any, name: str = "", **keywords: Any) -> Columns:
-        made, model = self.made, self.model
-        check_function(made.function)
+    def _call(self, model: ScriptModel, /, batch: Data, *arguments: Any, name: str = "", **keywords: Any) -> Columns:
+        check_function(self.function)
         request = Request(
             model=model._name,
-            method=made.method,
-            kind=made.kind,
-            outputs=made.outputs,
+            method=self.method,
+            kind=self.kind,
+            outputs=self.outputs,
             name=name,
-            protocol=made.protocol,
-            mini_batches=model._trace.mini_batches if made.kind is TRAIN_STEP else 1,
+            protocol=self.protocol,
+            mini_batches=model._trace.mini_batches if self.kind is TRAIN_STEP else 1,
         )
-        read = model._columns(batch, made.method)
+        read = model._columns(batch, self.method)
         return model._infer(
             request,
-            OwnMethod if made.uses_model else OwnRule,
+            OwnMethod if self.uses_model else OwnRule,
             read,
             [name for name, _ in read._view.columns],
-            function=made.function,
-            makes=made.outputs,
+            function=self.function,
+            makes=self.outputs,
             arguments=arguments,
             keywords=tuple(keywords.items()),
         )
@@ -381,10 +351,5 @@ def model_method(
     imports torch. A transfer `protocol` says which device gets which part of the batch (HybridFlow, section 4.1);
     protocols other than 3D_PROTO are for functions with `uses_model=False`.
     """
-    if function is not None:
-        return ModelMethod(kind, tuple(outputs), function, protocol, uses_model)
-
-    def decorate(below: Callable[..., Any]) -> ModelMethod:
-        return ModelMethod(kind, tuple(outputs), below, protocol, uses_model)
-
-    return decorate
+    made = partial(ModelMethod, kind, tuple(outputs), protocol=protocol, uses_model=uses_model)
+    return made if function is None else made(function)

@@ -2,35 +2,52 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any
 
 import tyro
 
 from realhf.api.backends import BACKEND_OPTION, NATIVE
 from realhf.api.script.columns import Columns
-from realhf.api.script.data import load
+from realhf.api.script.functions import load
 from realhf.api.script.lines import script_error
 from realhf.api.script.models import ROLLOUT, RewardModel, in_reading_order
 from realhf.api.script.symbols import SymbolicColumns
-from realhf.api.script.trace import Request, Trace
+from realhf.api.script.trace import Request, ScriptParameter
 from realhf.api.script.views import View
 from realhf.architecture.compute import ComputeConfig
 from realhf.base.errors import UserError
 from realhf.base.options import NEEDED, REWARD, Common, Option
 from realhf.dataflow.graph import INFERENCE
+from realhf.rewards.pool import BATCH_SAMPLES, CONCURRENCY, OnError
 
 _TEXT_REWARD = "realhf.algorithms.text_reward.config:TextReward"  # by its name: it lies above the API
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
-    """What scores responses: functions on texts (`--reward FILE.py:FUNCTION`, which may be repeated, with `=WEIGHT`
-    behind it), or a reward model (`--reward.model DIR`); `reward` is the name of the parameter.
-
-    The fields of functions are those of `realhf.algorithms.text_reward.config.TextReward`.
-    """
+class FunctionOptions:
+    """How functions on texts are called."""
 
     HEADING = REWARD
+
+    on_error: Annotated[
+        OnError, Common("a function that fails ends the run, counts as a value of 0, or drops the sample")
+    ] = "fail"
+    timeout_s: Annotated[float, Option("longest one call of a function may take, in seconds", metavar="S")] = 60.0
+    processes: Annotated[
+        int, Option("processes for functions in each worker (0: the host's cores, divided among workers)")
+    ] = 0
+    concurrency: Annotated[int, Option("calls of async functions that a worker makes at a time")] = CONCURRENCY
+    batch_samples: Annotated[int, Option("most samples that a function of batches gets at a time")] = BATCH_SAMPLES
+    seconds_per_sample: Annotated[
+        float, Option("seconds that the functions work on a sample, for the planner", metavar="S")
+    ] = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(FunctionOptions, ScriptParameter):
+    """What scores responses: functions on texts (`--reward FILE.py:FUNCTION`, which may be repeated, with `=WEIGHT`
+    behind it), or a reward model (`--reward.model DIR`); `reward` is the name of the parameter.
+    """
 
     functions: Annotated[
         tuple[str, ...],
@@ -42,19 +59,6 @@ class Reward:
         tyro.conf.arg(name=""),
         tyro.conf.UseAppendAction,
     ] = ()
-    on_error: Annotated[
-        Literal["fail", "zero", "drop"],
-        Common("a function that fails ends the run, counts as a value of 0, or drops the sample"),
-    ] = "fail"
-    timeout_s: Annotated[float, Option("longest one call of a function may take, in seconds", metavar="S")] = 60.0
-    processes: Annotated[
-        int, Option("processes for functions in each worker (0: the host's cores, divided among workers)")
-    ] = 0
-    concurrency: Annotated[int, Option("calls of async functions that a worker makes at a time")] = 1024
-    batch_samples: Annotated[int, Option("most samples that a function of batches gets at a time")] = 64
-    seconds_per_sample: Annotated[
-        float, Option("seconds that the functions work on a sample, for the planner", metavar="S")
-    ] = 0.001
     model: Annotated[
         str,
         Common(
@@ -82,17 +86,9 @@ class Reward:
             )
         return RewardModel(model=self.model, new_head=self.new_head, backend=self.backend, compute=self.compute)
 
-    def in_trace(self, trace: Trace, name: str, tokenizer: str) -> "Self | RewardModel":
-        """This reward as the parameter `name` of a script that is traced."""
-        if not self.functions:
-            return self.as_model(name).in_trace(trace, name)
-        found = dataclasses.replace(self)
-        object.__setattr__(found, "_place", (trace, name, tokenizer))
-        return found
-
     def score(self, rollout: Columns, *, key: str = "reward", name: str = "") -> Columns:
         """The column `reward` [1]; with `on_error="drop"` also `valid` [1], 0 for samples that are to count nowhere."""
-        trace, parameter, tokenizer = self._in_script
+        trace, parameter = self._in_script
         if not isinstance(rollout, SymbolicColumns) or rollout._view.function is not None:
             raise script_error(f"{parameter}.score reads a rollout, and was given {rollout!r}; {ROLLOUT}")
         rollout._needs(("prompt", "seq"), f"{parameter}.score", ROLLOUT)
@@ -101,32 +97,20 @@ class Reward:
             model=parameter, method="score", kind=INFERENCE, outputs=columns, name=name or rollout._origin.suffix
         )
         view = View(tuple(pair for pair in rollout._view.columns if pair[0] in ("prompt", "seq")))
-        keys, end = trace.keys(request), rollout._origin.ends
+        keys, made = trace.keys(request), rollout._origin.generated_by
+        ends = {} if made is None else {"eos_token": made.end_token, "stop_strings": made.stop_strings}
         config = load(_TEXT_REWARD)(
             batch=view,
             outputs=tuple(keys.values()),
             reports=(),
             prefix=request.name,
             rewards=self.functions,
-            tokenizer=tokenizer,
-            eos_token=end.eos_token,
-            stop_strings=end.stop_strings,
-            on_error=self.on_error,
-            timeout_s=self.timeout_s,
-            processes=self.processes,
-            concurrency=self.concurrency,
-            batch_samples=self.batch_samples,
-            seconds_per_sample=self.seconds_per_sample,
+            tokenizer=trace.tokenizer,
+            **ends,
+            **{one.name: getattr(self, one.name) for one in dataclasses.fields(FunctionOptions)},
         )
         trace.add(request, config, in_reading_order(view))
         return trace.result(request, keys)
-
-    @property
-    def _in_script(self) -> tuple[Trace, str, str]:
-        place: tuple[Trace, str, str] | None = vars(self).get("_place")
-        if place is None:
-            raise UserError("a Reward has its methods in a script alone: a function under @auto")
-        return place
 
 
 def models_of_rewards(rewards: dict[str, Reward]) -> dict[str, Any]:

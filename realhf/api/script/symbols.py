@@ -1,15 +1,14 @@
 """Symbolic values: what stands for columns of the step while a script is traced."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 from realhf.api.script.columns import Columns, Symbolic
 from realhf.api.script.config import Generate
-from realhf.api.script.functions import TensorFunction, check_function, describe_function
-from realhf.api.script.lines import ScriptError, script_error
-from realhf.api.script.views import Application, ColumnOf, View
-from realhf.base.errors import UserError
+from realhf.api.script.functions import TensorFunction
+from realhf.api.script.lines import script_error
+from realhf.api.script.views import View
 
 _WHY = (
     "a script is traced once, before there is any data, and only says which call reads what; compute with values in a "
@@ -61,19 +60,6 @@ class Origin:
     temperature: float | None = None
     is_open: bool = False
     generated_by: Generate | None = None
-
-    @property
-    def ends(self) -> "Ends":
-        """What ends a response, taken off its text."""
-        made = self.generated_by
-        return Ends() if made is None else Ends(made.end_token, made.stop_strings)
-
-
-class Ends(NamedTuple):
-    """The end token (-1: none) and the stop strings of responses."""
-
-    eos_token: int = -1
-    stop_strings: tuple[str, ...] = ()
 
 
 class SymbolicColumns(_Unknown, Columns):
@@ -127,67 +113,3 @@ class SymbolicColumn(_Unknown):
 
     def _apply(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Columns:
         return self._columns._apply(function, arguments, keywords)
-
-
-@dataclass
-class Applications:
-    """The tensor functions that a script applies; each has to be read by a call."""
-
-    used: set[int] = field(default_factory=set)
-    made: dict[int, tuple[str, str]] = field(default_factory=dict)  # name and line by number
-
-    def apply(
-        self, tracing: Tracing, function: TensorFunction, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
-    ) -> SymbolicColumns:
-        """The columns that a function makes of its arguments, with those of the arguments."""
-        try:
-            check_function(function.function)
-        except ScriptError:
-            raise
-        except UserError as error:
-            raise script_error(str(error)) from None
-        given = [value for value in (*arguments, *keywords.values()) if isinstance(value, Symbolic)]
-        sources = [value._columns if isinstance(value, SymbolicColumn) else value for value in given]
-        columns: dict[str, str] = {}
-        for source in sources:
-            assert isinstance(source, SymbolicColumns)
-            view, is_made = source._view, source._origin.is_open
-            columns |= {name if is_made else key: key for name, key in view.columns}
-        application = Application(
-            len(self.made),
-            function.function,
-            tuple(_argument(value) for value in arguments),
-            tuple((name, _argument(value)) for name, value in keywords.items()),
-        )
-        origins = [source._origin for source in sources if isinstance(source, SymbolicColumns)]
-        what = describe_function(function.function)
-        line = script_error("").args[0].rpartition(": ")[0]
-        self.made[application.number] = (what, line)
-        temperature = next((o.temperature for o in origins if o.temperature is not None), None)
-        origin = Origin(what, line, temperature=temperature, is_open=True)
-        return SymbolicColumns(tracing, View(tuple(columns.items()), application), origin)
-
-    def use(self, view: View) -> tuple[int, ...]:
-        """Notes that a call evaluates a view; returns the functions that no call has evaluated before."""
-        numbers = dict.fromkeys(application.number for application in view.applications)
-        new = tuple(number for number in numbers if number not in self.used)
-        self.used |= set(numbers)
-        return new
-
-    def check_used(self) -> None:
-        """Raises UserError where nothing reads the result of a function."""
-        for number, (what, line) in self.made.items():
-            if number not in self.used:
-                raise ScriptError(
-                    f"{line}: nothing reads the result of {what}, and a tensor function runs within the call that "
-                    "reads it; give it to a call, such as update, or leave it out"
-                )
-
-
-def _argument(value: Any) -> Any:
-    match value:
-        case SymbolicColumns():
-            return value._view
-        case SymbolicColumn():
-            return ColumnOf(value._columns._view, value._name)
-    return value

@@ -1,18 +1,21 @@
 """From the calls of a script, as it runs once with symbols, to model function calls."""
 
+import copy
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+from typing import Any, Self
 
 from realhf.api.generation import GenerationOptions
-from realhf.api.script.columns import Columns
+from realhf.api.script.columns import Symbolic
 from realhf.api.script.config import Measure, Score, ScriptCall
-from realhf.api.script.functions import TensorFunction
-from realhf.api.script.lines import script_error, script_line
-from realhf.api.script.symbols import Applications, Origin, SymbolicColumns
-from realhf.api.script.views import View
+from realhf.api.script.functions import TensorFunction, check_function, describe_function
+from realhf.api.script.lines import ScriptError, script_error, script_line
+from realhf.api.script.symbols import Origin, SymbolicColumn, SymbolicColumns
+from realhf.api.script.views import Application, ColumnOf, View
 from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
 from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
 
@@ -49,25 +52,24 @@ class Trace:
 
     architectures: of every model, by the name of its parameter.
     mini_batches: of an update that names no number.
+    tokenizer: a tokenizer.json, or the directory of one.
     end_tokens: of rollouts whose options name none.
     is_evaluation: what trains is to measure instead, and each prompt gets one response; drawn at `temperature`, if it
         is not None.
+    makers: by key the call that makes it, or the parameter of its data.
     """
 
     architectures: Mapping[str, DecoderConfig]
     mini_batches: int
+    tokenizer: str
     end_tokens: EndTokens
     is_evaluation: bool = False
     temperature: float | None = None
     calls: list[ModelFunctionCallDef] = field(default_factory=list)
-    functions: Applications = field(default_factory=Applications)
+    makers: dict[str, str] = field(default_factory=dict)
     _lines: dict[str, str] = field(default_factory=dict)  # of each call, by its name
-    _keys: dict[str, str] = field(default_factory=dict)  # the call that makes a key
-
-    @property
-    def makers(self) -> Mapping[str, str]:
-        """By key the call that makes it, or the parameter of its data."""
-        return self._keys
+    _numbers: Iterator[int] = field(default_factory=count)  # of tensor functions
+    _unread: dict[int, tuple[str, str]] = field(default_factory=dict)  # name and line of those that no call reads yet
 
     @property
     def has_rollout_statistics(self) -> bool:
@@ -76,13 +78,55 @@ class Trace:
 
     def dataset(self, name: str, keys: Sequence[str]) -> SymbolicColumns:
         """The columns of a data set."""
-        self._keys |= dict.fromkeys(keys, name)
+        self.makers |= dict.fromkeys(keys, name)
         view = View(tuple((key, key) for key in keys))
         return SymbolicColumns(self, view, Origin(f"the data {name!r}", "the parameters"))
 
-    def apply(self, function: TensorFunction, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Columns:
-        given = tuple(self.with_end(value) for value in arguments)
-        return self.functions.apply(self, function, given, {name: self.with_end(v) for name, v in keywords.items()})
+    def apply(
+        self, function: TensorFunction, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> SymbolicColumns:
+        """The columns that a tensor function makes of its arguments, with those of the arguments."""
+        check_function(function.function)
+        given = [value for value in (*arguments, *keywords.values()) if isinstance(value, Symbolic)]
+        sources = [value._columns if isinstance(value, SymbolicColumn) else value for value in given]
+        columns: dict[str, str] = {}
+        temperature: float | None = None
+        for source in sources:
+            assert isinstance(source, SymbolicColumns)
+            view, made = source._view, source._origin
+            columns |= {name if made.is_open else key: key for name, key in view.columns}
+            temperature = made.temperature if temperature is None else temperature
+        application = Application(
+            next(self._numbers),
+            function.function,
+            tuple(self._argument(value) for value in arguments),
+            tuple((name, self._argument(value)) for name, value in keywords.items()),
+        )
+        what, line = self._unread[application.number] = describe_function(function.function), script_line()
+        origin = Origin(what, line, temperature=temperature, is_open=True)
+        return SymbolicColumns(self, View(tuple(columns.items()), application), origin)
+
+    def _argument(self, value: Any) -> Any:
+        """What the workers get for an argument of a tensor function."""
+        match value:
+            case SymbolicColumns():
+                return value._view
+            case SymbolicColumn():
+                return ColumnOf(value._columns._view, value._name)
+        return self.with_end(value)
+
+    def read(self, view: View) -> tuple[int, ...]:
+        """Notes that a call reads a view; returns the numbers of its tensor functions that no call has read before."""
+        numbers = dict.fromkeys(application.number for application in view.applications)
+        return tuple(number for number in numbers if self._unread.pop(number, None))
+
+    def check_read(self) -> None:
+        """Raises UserError where nothing reads the result of a tensor function."""
+        for what, line in self._unread.values():
+            raise ScriptError(
+                f"{line}: nothing reads the result of {what}, and a tensor function runs within the call that reads "
+                "it; give it to a call, such as update, or leave it out"
+            )
 
     def with_end(self, value: Any) -> Any:
         """Options of rollouts that name no end token with those of the tokenizer; anything else as it is."""
@@ -97,7 +141,7 @@ class Trace:
         """By column of a call its key: it has the call's name in front, or, where another call has made the key
         already, the model's."""
         keys = {column: f"{request.name}_{column}" if request.name else column for column in request.outputs}
-        return {column: f"{request.model}_{key}" if key in self._keys else key for column, key in keys.items()}
+        return {column: f"{request.model}_{key}" if key in self.makers else key for column, key in keys.items()}
 
     def add(self, request: Request, config: ScriptCall, reads: Sequence[str]) -> None:
         """Adds a call. Raises UserError where its name is taken, or it comes after the training of its model."""
@@ -110,12 +154,12 @@ class Trace:
                         "step all calls use the weights from before its training; move it up, before the update"
                     )
         for key in config.output_data:
-            if key in self._keys:
+            if key in self.makers:
                 raise script_error(
-                    f"{model}.{request.method} makes the key {key!r}, which {self._keys[key]} makes already; give one "
+                    f"{model}.{request.method} makes the key {key!r}, which {self.makers[key]} makes already; give one "
                     "of the calls a name, such as name='second'"
                 )
-        self._keys |= dict.fromkeys(config.output_data, name)
+        self.makers |= dict.fromkeys(config.output_data, name)
         self._lines[name] = script_line()
         has_model = not config.runs_beside
         place: dict[str, Any] = {"model_name": model, "model_type": self.architectures[model]} if has_model else {}
@@ -169,3 +213,28 @@ class Trace:
             f"{request.model}.{request.method} is called a second time (first at {self._lines[usual]}), and both calls "
             "would have one name; give one of them another, such as name='second'"
         )
+
+
+class ScriptParameter:
+    """A parameter of a script whose methods are calls: a copy of it, which knows the trace and its own name there."""
+
+    def in_trace(self, trace: Trace, name: str) -> Self:
+        """This object as the parameter `name` of a script that is traced."""
+        found = copy.copy(self)
+        object.__setattr__(found, "_place", (trace, name))
+        return found
+
+    @property
+    def _trace(self) -> Trace:
+        return self._in_script[0]
+
+    @property
+    def _name(self) -> str:
+        return self._in_script[1]
+
+    @property
+    def _in_script(self) -> tuple[Trace, str]:
+        place: tuple[Trace, str] | None = vars(self).get("_place")
+        if place is None:
+            raise UserError(f"a {type(self).__name__} has its methods in a script alone: a function under @auto")
+        return place

@@ -323,10 +323,10 @@ def test_a_tokenizer_without_a_template(make, tmp_path: Path) -> None:
 
 def test_options_that_are_not_known(make) -> None:
     for options, expected in [
-        ({"too_long": "cut"}, "too_long='cut' is not known; choose from error, drop, truncate_left"),
+        ({"too_long": "cut"}, "too_long='cut' is not known; choose one of error, drop, truncate_left"),
         ({"max_tokens": 0}, "max_tokens 0 is not at least 1; give a number in that range"),
     ]:
         with pytest.raises(UserError, match=expected):
             make(SFTDataset, {"text": "a"}, **options)
-    with pytest.raises(UserError, match="loss_on='first' is not known; choose from last, all"):
+    with pytest.raises(UserError, match="loss_on='first' is not known; choose one of last, all"):
         make(SFTDataset, {"text": "a"}, loss_on="first")
