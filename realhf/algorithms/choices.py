@@ -1,8 +1,6 @@
 """The names of what algorithms can be told to do. Without torch: experiments import it."""
 
-from typing import Any, Literal, get_args
-
-from realhf.base.errors import UserError
+from typing import Literal
 
 KLEstimator = Literal["k1", "k2", "k3"]
 KLController = Literal["fixed", "adaptive"]
@@ -12,10 +10,3 @@ GRPOLoss = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", 
 Ratio = Literal["token", "sequence", "sequence_token"]
 Baseline = Literal["none", "group"]
 DPOLoss = Literal["sigmoid", "hinge", "ipo", "robust"]
-
-
-def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raises UserError if `value` is none of the names of a Literal."""
-    known = get_args(choices)
-    if value not in known:
-        raise UserError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")

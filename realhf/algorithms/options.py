@@ -1,23 +1,16 @@
 """Settings that several algorithms share. Without torch: experiments import it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from realhf.algorithms.choices import ImportanceCorrection, check_choice
+from realhf.algorithms.choices import ImportanceCorrection
 from realhf.api.generation import GenerationOptions
-from realhf.api.script.functions import TOKEN_MEAN, Reduction
+from realhf.api.script.functions import TOKEN_MEAN, BoundLoss, Reduction, loss_function
 from realhf.base.errors import UserError
 from realhf.base.options import ALGORITHM, Common, Option
 
 COEFFICIENT = (0.0, 1e6)
-
-
-def check_dual_clip(value: float) -> None:
-    """Raises UserError unless the bound is 0 (none) or above 1."""
-    if not (value == 0 or 1 < value <= COEFFICIENT[1]):
-        raise UserError(
-            f"dual_clip={value} must be above 1 (3 is usual): at 1 or below bad tokens would teach nothing; 0: no bound"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +49,6 @@ class PolicyOptions(GenerationOptions):
         if self.temperature == 0:
             name = type(self).__name__
             raise UserError(f"temperature=0 draws no samples to learn from; {name} needs a temperature above 0")
-        check_choice("importance_correction", self.importance_correction, ImportanceCorrection)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +62,14 @@ class ClippedOptions(PolicyOptions):
     clip_high: Annotated[
         float, Common("the ratio to the policy that drew a token stays below 1 plus this", range=(1e-6, 1e6))
     ] = 0.2
+
+
+def policy_loss(function: str) -> Callable[[PolicyOptions], BoundLoss]:
+    """Binds options to the loss `function` (MODULE:NAME) of a policy, and to the entropy where that has a coefficient:
+    entropies take a pass over the logits."""
+    plain, with_entropy = loss_function(function), loss_function("realhf.algorithms.clipped:less_entropy")
+
+    def bind(options: PolicyOptions) -> BoundLoss:
+        return with_entropy(options, function) if options.entropy_coef else plain(options)
+
+    return bind

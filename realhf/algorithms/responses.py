@@ -29,13 +29,13 @@ def responses(batch: Batch) -> list[Tensor]:
 
 def response_logprobs(logits: Logits | WholeLogits, batch: Batch, temperature: float = 1.0) -> Tensor:
     """[responses], of the response tokens, from logits [tokens, vocab]."""
-    positions = _positions(batch, logits.device)
+    positions = response_positions(batch, logits.device)
     return token_logprobs(logits[positions], batch.packed("seq").values[positions + 1], temperature)
 
 
 def response_values(head: Tensor, batch: Batch) -> Tensor:
     """[responses], in at least float32, from a scalar head's output [tokens]."""
-    return at_least_fp32(head)[_positions(batch, head.device)]
+    return at_least_fp32(head)[response_positions(batch, head.device)]
 
 
 def last_scores(head: Tensor, batch: Batch) -> list[Tensor]:
@@ -49,6 +49,6 @@ def by_sample(of_tokens: Tensor, batch: Batch) -> list[Tensor]:
     return list(of_tokens.split(response_lengths(batch)))
 
 
-def _positions(batch: Batch, device: torch.device) -> Tensor:
-    """[responses]: see `predicting_positions`."""
+def response_positions(batch: Batch, device: torch.device) -> Tensor:
+    """[responses]: the places in the packed sequences `seq` of the states that predict response tokens."""
     return predicting_positions([len(s) for s in batch.data["seq"]], [len(p) for p in batch.data["prompt"]], device)

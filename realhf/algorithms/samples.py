@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import importance_weights, kl_k1
+from realhf.algorithms.choices import KLEstimator
+from realhf.algorithms.functional import importance_weights, kl_k1, kl_penalised_rewards
 from realhf.algorithms.options import PolicyOptions
 from realhf.algorithms.statistics import mean_of
 from realhf.algorithms.stop_strings import is_stopped
@@ -57,6 +58,22 @@ def of_responses(key: str, column: Sequence[Tensor], ids: Sequence[int]) -> Tens
                 "to a tensor function of your own"
             )
     return torch.cat(list(column))
+
+
+def penalised_rewards(
+    scores: Tensor, rollout: Columns, ref: Columns | None, kl_coef: float, estimator: KLEstimator
+) -> list[Tensor]:
+    """The rewards of the tokens, per sample [response] float64, from `scores` [batch]; see `kl_penalised_rewards`.
+    There is no penalty where there is no reference."""
+    reference = rollout.logprob if ref is None else ref.ref_logprob
+    rows = zip(scores.split(1), rollout.logprob, reference, strict=True)
+    return [kl_penalised_rewards(score, p, q, kl_coef, estimator) for score, p, q in rows]
+
+
+def counted(columns: Sequence[Tensor], is_valid: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The columns in `dtype`, 0 where a sample does not count."""
+    pairs = zip(columns, is_valid.tolist(), strict=True)
+    return [(column if valid else torch.zeros_like(column)).to(dtype) for column, valid in pairs]
 
 
 def drawn_by(batch: Batch) -> Tensor:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from realhf.algorithms.choices import DPOLoss, check_choice
+from realhf.algorithms.choices import DPOLoss
 from realhf.algorithms.options import COEFFICIENT
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
 from realhf.base.errors import UserError
@@ -36,7 +36,6 @@ class DPO(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("loss_type", self.loss_type, DPOLoss)
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise UserError(
                 f"label_smoothing={self.label_smoothing} is for the losses sigmoid and robust; set it to 0 with "

@@ -34,13 +34,7 @@ def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 
 def kl_estimate(estimator: KLEstimator, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """The estimate of that name, per token."""
-    match estimator:
-        case "k1":
-            return kl_k1(logprob, ref_logprob)
-        case "k2":
-            return kl_k2(logprob, ref_logprob)
-        case "k3":
-            return kl_k3(logprob, ref_logprob)
+    return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimator](logprob, ref_logprob)
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, samples: int, horizon: float) -> float:

@@ -15,23 +15,9 @@ from realhf.algorithms.choices import RewardScale
 SCALE_EPS = 1e-4  # TRL's and DeepSeekMath's code
 
 
-def group_means(x: Tensor, is_valid: Tensor) -> Tensor:
-    """[groups, 1]: the mean of the valid members of each group; 0 where there are none. `x`, `is_valid` [groups, G]."""
-    return _mean(x.double(), is_valid, (1,)).to(x.dtype)
-
-
 def centred_in_groups(x: Tensor, is_valid: Tensor) -> Tensor:
     """`x` less the mean of the valid members of its group, 0 at the others; `x`, `is_valid` [groups, G]."""
     return _centred(x, is_valid, (1,)).to(x.dtype)
-
-
-def standard_deviation(x: Tensor, is_valid: Tensor, dim: int | None = None) -> Tensor:
-    """The unbiased deviation of the valid elements, along `dim` (kept) or of all ([1, 1]); 0 where fewer than two are.
-
-    Args:
-        x, is_valid: [groups, G].
-    """
-    return _deviation(x, is_valid, (0, 1) if dim is None else (dim,)).to(x.dtype)
 
 
 def group_advantages(rewards: Tensor, is_valid: Tensor, scale: RewardScale = "group") -> Tensor:
@@ -51,13 +37,9 @@ def group_advantages(rewards: Tensor, is_valid: Tensor, scale: RewardScale = "gr
     al., "Part I: tricks or traps?" (2025) ("batch"); Liu et al., "Understanding R1-Zero-like training" (2025) ("none").
     """
     advantage = _centred(rewards, is_valid, (1,))
-    match scale:
-        case "group":
-            advantage = advantage / (_deviation(rewards, is_valid, (1,)) + SCALE_EPS)
-        case "batch":
-            advantage = advantage / (_deviation(rewards, is_valid, (0, 1)) + SCALE_EPS)
-        case "none":
-            pass
+    if scale != "none":
+        dims = (1,) if scale == "group" else (0, 1)
+        advantage = advantage / (_deviation(rewards, is_valid, dims) + SCALE_EPS)
     return advantage.to(rewards.dtype)
 
 
@@ -117,7 +99,7 @@ def _mean(x: Tensor, is_valid: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _deviation(x: Tensor, is_valid: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """See `standard_deviation`; float64, `dims` kept."""
+    """The unbiased deviation of the valid elements along `dims` (kept), float64; 0 where fewer than two are."""
     squares = _centred(x, is_valid, dims).square().sum(dims, keepdim=True)
     return (squares / (is_valid.sum(dims, keepdim=True) - 1).clamp(min=1)).sqrt()
 

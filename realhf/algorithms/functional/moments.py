@@ -13,18 +13,6 @@ def moments(x: Tensor) -> Tensor:
     return torch.stack([x.sum(), x.square().sum(), torch.full_like(x.sum(), x.numel())])
 
 
-def mean_and_variance(moments_: Tensor) -> tuple[float, float]:
-    """Mean and (biased) variance from `moments`."""
-    total, square, count = moments_.tolist()
-    mean = total / count
-    return mean, max(square / count - mean * mean, 0.0)
-
-
-def whiten(x: Tensor, moments_: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + eps), with the moments of the whole batch, of which `x` may be a part."""
-    return standardised(x, *mean_and_variance(moments_), eps)
-
-
 def standardised(x: Tensor, mean: float, variance: float, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(variance + eps), in the dtype of `x`."""
     return ((x.double() - mean) * (variance + eps) ** -0.5).to(x.dtype)

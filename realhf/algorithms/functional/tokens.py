@@ -53,8 +53,3 @@ def token_statistics(
 def token_logprobs(logits: Tensor | Logits | WholeLogits, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at `tokens` [n], in at least float32: [n]; see `token_statistics`."""
     return token_statistics(logits, tokens, temperature).logprob
-
-
-def cross_entropy(logits: Tensor | Logits | WholeLogits, tokens: Tensor) -> Tensor:
-    """-log softmax(logits) at `tokens`, [n], in at least float32; not reduced."""
-    return -token_logprobs(logits, tokens)

@@ -3,17 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from realhf.algorithms.choices import GRPOLoss, Ratio, RewardScale, check_choice
-from realhf.algorithms.options import COEFFICIENT, ClippedOptions
-from realhf.api.script.functions import (
-    SEQUENCE_MEAN,
-    TOKEN_MEAN,
-    BoundLoss,
-    Reduction,
-    loss_function,
-    sequence_sum_over,
-    tensor_function,
-)
+from realhf.algorithms.choices import GRPOLoss, Ratio, RewardScale
+from realhf.algorithms.options import COEFFICIENT, ClippedOptions, policy_loss
+from realhf.api.script.functions import SEQUENCE_MEAN, TOKEN_MEAN, Reduction, sequence_sum_over, tensor_function
 from realhf.base.errors import UserError
 from realhf.base.options import Common, Option
 
@@ -87,8 +79,6 @@ class GRPO(ClippedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, choices in (("loss_type", GRPOLoss), ("scale_rewards", RewardScale), ("ratio", Ratio)):
-            check_choice(name, getattr(self, name), choices)
         check_groups(self.samples_per_prompt, "GRPO")
         if self.delta and self.delta <= 1 + self.clip_high:
             raise UserError(
@@ -118,10 +108,4 @@ def check_groups(samples_per_prompt: int, algorithm: str) -> None:
 
 group_advantages = tensor_function("realhf.algorithms.grpo.functions:group_advantages")
 
-_policy = loss_function("realhf.algorithms.grpo.functions:grpo_policy")
-_policy_with_entropy = loss_function("realhf.algorithms.grpo.functions:grpo_policy_with_entropy")
-
-
-def grpo_loss(grpo: GRPO) -> BoundLoss:
-    """The loss of `loss_type`, with the entropy where it has a coefficient: entropies take a pass over the logits."""
-    return (_policy_with_entropy if grpo.entropy_coef else _policy)(grpo)
+grpo_loss = policy_loss("realhf.algorithms.grpo.functions:grpo_policy")

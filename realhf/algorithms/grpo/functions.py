@@ -86,14 +86,6 @@ def grpo_policy(logprob: Tensor, batch: Batch, grpo: GRPO) -> tuple[Tensor, Stat
     return loss, stats
 
 
-def grpo_policy_with_entropy(logprob: Tensor, batch: Batch, grpo: GRPO, *, entropy: Tensor) -> tuple[Tensor, Stats]:
-    """As `grpo_policy`, less entropy_coef * `entropy` [responses] of each token's distribution, reduced as the loss is.
-    Statistics also: `policy_entropy`."""
-    loss, stats = grpo_policy(logprob, batch, grpo)
-    stats["policy_entropy"] = mean_of(entropy)
-    return loss - grpo.entropy_coef * entropy, stats
-
-
 def _log_ratio(logprob: Tensor, old: Tensor, batch: Batch, grpo: GRPO) -> Tensor:
     """[responses], of the level that the options name."""
     log_ratio, lengths = F.log_ratios(logprob, old), lengths_of(batch.data["logprob"])

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from realhf.algorithms.choices import KLController, KLEstimator, check_choice
-from realhf.algorithms.options import PolicyOptions, check_dual_clip
-from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
+from realhf.algorithms.choices import KLController, KLEstimator
+from realhf.algorithms.options import COEFFICIENT, PolicyOptions, policy_loss
+from realhf.api.script.functions import loss_function, tensor_function
+from realhf.base.errors import UserError
 from realhf.base.options import ALGORITHM, Common, Option
 
 
@@ -66,9 +67,11 @@ class PPOHyperparameters(PolicyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("kl_estimator", self.kl_estimator, KLEstimator)
-        check_choice("kl_controller", self.kl_controller, KLController)
-        check_dual_clip(self.dual_clip)
+        if not (self.dual_clip == 0 or 1 < self.dual_clip <= COEFFICIENT[1]):
+            raise UserError(
+                f"dual_clip={self.dual_clip} must be above 1 (3 is usual): at 1 or below bad tokens would teach "
+                "nothing; 0: no bound"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +87,5 @@ class PPOPtx(PPOHyperparameters):
 
 ppo_advantages = tensor_function("realhf.algorithms.ppo.functions:ppo_advantages")
 
-_policy = loss_function("realhf.algorithms.ppo.functions:ppo_policy")
-_policy_with_entropy = loss_function("realhf.algorithms.ppo.functions:ppo_policy_with_entropy")
+ppo_policy = policy_loss("realhf.algorithms.ppo.functions:ppo_policy")
 ppo_value = loss_function("realhf.algorithms.ppo.functions:ppo_value")
-
-
-def ppo_policy(ppo: PPOHyperparameters) -> BoundLoss:
-    """The clipped surrogate, with the entropy where it has a coefficient: entropies take a pass over the logits."""
-    return (_policy_with_entropy if ppo.entropy_coef else _policy)(ppo)

@@ -6,27 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import (
-    ValueScale,
-    adapted_kl_coef,
-    clipped_value_loss,
-    gae,
-    kl_penalised_rewards,
-    log_ratios,
-    ppo_policy_loss,
-    sample_spreads,
-    spread_of,
-    standardised,
-    standardised_score,
-    value_loss,
-)
+from realhf.algorithms import functional as F
 from realhf.algorithms.ppo.config import PPOHyperparameters
 from realhf.algorithms.samples import (
+    counted,
     drawn_by,
     filtered_stats,
     importance_columns,
     in_groups,
     is_whole,
+    penalised_rewards,
     rewards_of,
     valid_column,
     validity,
@@ -74,8 +63,8 @@ def ppo_advantages(
     """
     is_valid = validity(scores)
     kl_coef, stats = step_kl_coef(rollout, ref, is_valid, ppo, context)
-    score = standardised_score(rewards_of(scores), ppo.reward_mean, ppo.reward_std, ppo.reward_clip)
-    rewards = penalised_rewards(score, rollout, ref, kl_coef, ppo)
+    score = F.standardised_score(rewards_of(scores), ppo.reward_mean, ppo.reward_std, ppo.reward_clip)
+    rewards = penalised_rewards(score, rollout, ref, kl_coef, ppo.kl_estimator)
     estimates = ppo_estimates(rewards, values, is_valid, ppo, context)
     columns = {"advantage": estimates.advantages, "return": estimates.returns}
     columns |= importance_columns(rollout, old, ppo)
@@ -93,22 +82,14 @@ def step_kl_coef(
         return ppo.kl_coef, {}
     kl_coef = context.state.get("kl_coef", ppo.kl_coef)
     of_samples = torch.stack(
-        [log_ratios(p, q).sum() for p, q in zip(rollout.logprob, ref.ref_logprob, strict=True)]
+        [F.log_ratios(p, q).sum() for p, q in zip(rollout.logprob, ref.ref_logprob, strict=True)]
     )  # [batch]
     kl, is_counted = in_groups(context, rollout.ids, of_samples, is_valid)
     count = int(is_counted.sum())
     if count:
         mean = float(kl.sum()) / count
-        context.state["kl_coef"] = adapted_kl_coef(kl_coef, mean, ppo.kl_target, count, ppo.kl_horizon)
+        context.state["kl_coef"] = F.adapted_kl_coef(kl_coef, mean, ppo.kl_target, count, ppo.kl_horizon)
     return kl_coef, {"kl_coef": (kl_coef, 1.0)}
-
-
-def penalised_rewards(
-    scores: Tensor, rollout: Columns, ref: Columns, kl_coef: float, ppo: PPOHyperparameters
-) -> list[Tensor]:
-    """The rewards of the tokens, per sample [response] float64, from `scores` [batch]; see `kl_penalised_rewards`."""
-    rows = zip(scores.split(1), rollout.logprob, ref.ref_logprob, strict=True)
-    return [kl_penalised_rewards(score, p, q, kl_coef, ppo.kl_estimator) for score, p, q in rows]
 
 
 def ppo_estimates(
@@ -130,12 +111,14 @@ def ppo_estimates(
     """
     scale = _value_scale(context) if ppo.normalise_values else None
     wide = [value.double() for value in values.value]
-    advantages, returns = gae(rewards, wide if scale is None else [scale.restore(x) for x in wide], ppo.gamma, ppo.lam)
-    spreads = [sample_spreads(columns, is_valid) for columns in (advantages, returns)]
+    if scale is not None:
+        wide = [scale.restore(x) for x in wide]
+    advantages, returns = F.gae(rewards, wide, ppo.gamma, ppo.lam)
+    spreads = [F.sample_spreads(columns, is_valid) for columns in (advantages, returns)]
     ordered = context.in_order(values.ids, torch.cat(spreads, 1))  # [samples of the step, 6]
-    of_advantages, of_returns = spread_of(ordered[:, :3]), spread_of(ordered[:, 3:])
+    of_advantages, of_returns = F.spread_of(ordered[:, :3]), F.spread_of(ordered[:, 3:])
     if ppo.whiten_advantages and of_advantages.count:
-        advantages = [standardised(x, of_advantages.mean, of_advantages.variance) for x in advantages]
+        advantages = [F.standardised(x, of_advantages.mean, of_advantages.variance) for x in advantages]
     if scale is not None and of_returns.count:
         scale = scale.updated(of_returns.mean, of_returns.variance + of_returns.mean**2, ppo.value_decay)
         _keep(scale, context)
@@ -143,7 +126,7 @@ def ppo_estimates(
     # advantage = return - value, so its variance is the part that the values do not explain.
     explained = 1 - of_advantages.variance / of_returns.variance if of_returns.variance else 0.0
     dtype = values.value[0].dtype
-    return Estimates(_counted(advantages, is_valid, dtype), _counted(returns, is_valid, dtype), explained)
+    return Estimates(counted(advantages, is_valid, dtype), counted(returns, is_valid, dtype), explained)
 
 
 def ppo_policy(logprob: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Tensor, Stats]:
@@ -154,21 +137,10 @@ def ppo_policy(logprob: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[
     """
     old = drawn_by(batch)
     advantage = batch.packed("advantage").values
-    loss, is_clipped = ppo_policy_loss(logprob, old, advantage, ppo.policy_clip, ppo.dual_clip)
+    loss, is_clipped = F.ppo_policy_loss(logprob, old, advantage, ppo.policy_clip, ppo.dual_clip)
     if "importance" in batch.data:
         loss = loss * batch.packed("importance").values
-    stats = {"clip_fraction": mean_of(is_clipped)}
-    return loss, stats
-
-
-def ppo_policy_with_entropy(
-    logprob: Tensor, batch: Batch, ppo: PPOHyperparameters, *, entropy: Tensor
-) -> tuple[Tensor, Stats]:
-    """As `ppo_policy`, less entropy_coef * `entropy` [responses] of each token's distribution, at the rollout's
-    temperature. Statistics also: `policy_entropy`."""
-    loss, stats = ppo_policy(logprob, batch, ppo)
-    stats["policy_entropy"] = mean_of(entropy)
-    return loss - ppo.entropy_coef * entropy, stats
+    return loss, {"clip_fraction": mean_of(is_clipped)}
 
 
 def ppo_value(value: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Tensor, Stats]:
@@ -178,9 +150,9 @@ def ppo_value(value: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Ten
     """
     returns = batch.packed("return").values
     if ppo.value_clip:
-        loss, is_clipped = clipped_value_loss(value, batch.packed("value").values, returns, ppo.value_clip)
+        loss, is_clipped = F.clipped_value_loss(value, batch.packed("value").values, returns, ppo.value_clip)
     else:
-        loss, is_clipped = value_loss(value, returns), torch.zeros_like(returns)
+        loss, is_clipped = F.value_loss(value, returns), torch.zeros_like(returns)
     return loss, {
         "value_clip_fraction": mean_of(is_clipped),
         "value_mean": mean_of(value),
@@ -188,16 +160,10 @@ def ppo_value(value: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Ten
     }
 
 
-def _value_scale(context: Context) -> ValueScale:
-    names = (field.name for field in dataclasses.fields(ValueScale))
-    return ValueScale(**{name: context.state.get(f"value_{name}", 0.0) for name in names})
+def _value_scale(context: Context) -> F.ValueScale:
+    names = (field.name for field in dataclasses.fields(F.ValueScale))
+    return F.ValueScale(**{name: context.state.get(f"value_{name}", 0.0) for name in names})
 
 
-def _keep(scale: ValueScale, context: Context) -> None:
+def _keep(scale: F.ValueScale, context: Context) -> None:
     context.state.update({f"value_{name}": number for name, number in dataclasses.asdict(scale).items()})
-
-
-def _counted(columns: list[Tensor], is_valid: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The columns in `dtype`, 0 where a sample does not count."""
-    pairs = zip(columns, is_valid.tolist(), strict=True)
-    return [(column if valid else torch.zeros_like(column)).to(dtype) for column, valid in pairs]

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from realhf.algorithms.choices import Baseline, KLEstimator, check_choice
+from realhf.algorithms.choices import Baseline, KLEstimator
 from realhf.algorithms.grpo.config import check_groups
-from realhf.algorithms.options import COEFFICIENT, ClippedOptions
-from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
+from realhf.algorithms.options import COEFFICIENT, ClippedOptions, policy_loss
+from realhf.api.script.functions import tensor_function
 from realhf.base.options import Common, Option
 
 
@@ -31,18 +31,10 @@ class ReinforcePlusPlus(ClippedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("baseline", self.baseline, Baseline)
-        check_choice("kl_estimator", self.kl_estimator, KLEstimator)
         if self.baseline == "group":
             check_groups(self.samples_per_prompt, "baseline='group'")
 
 
 reinforce_pp_advantages = tensor_function("realhf.algorithms.reinforce_pp.functions:reinforce_pp_advantages")
 
-_policy = loss_function("realhf.algorithms.reinforce_pp.functions:reinforce_pp_policy")
-_policy_with_entropy = loss_function("realhf.algorithms.reinforce_pp.functions:reinforce_pp_policy_with_entropy")
-
-
-def reinforce_pp_loss(options: ReinforcePlusPlus) -> BoundLoss:
-    """The clipped surrogate, with the entropy where it has a coefficient."""
-    return (_policy_with_entropy if options.entropy_coef else _policy)(options)
+reinforce_pp_loss = policy_loss("realhf.algorithms.reinforce_pp.functions:reinforce_pp_policy")

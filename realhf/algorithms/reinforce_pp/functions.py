@@ -1,6 +1,5 @@
 """REINFORCE++ on the workers: advantages normalised over the batch, and the loss."""
 
-import torch
 from torch import Tensor
 
 from realhf.algorithms import functional as F
@@ -8,12 +7,14 @@ from realhf.algorithms.clipped import clipped_policy
 from realhf.algorithms.reinforce_pp.config import ReinforcePlusPlus
 from realhf.algorithms.samples import (
     at_tokens,
+    counted,
     filtered_stats,
     importance_columns,
     in_groups,
     is_whole,
     lengths_of,
     of_ids,
+    penalised_rewards,
     rewards_of,
     valid_column,
     validity,
@@ -56,17 +57,11 @@ def reinforce_pp_advantages(
         centred = of_ids(F.centred_in_groups(grouped, is_counted), scores.ids)
         raw = at_tokens(centred, lengths_of(rollout.logprob))
     else:
-        reference = rollout.logprob if ref is None else ref.ref_logprob
-        rows = zip(score.split(1), rollout.logprob, reference, strict=True)
-        raw = F.rewards_to_go(
-            [F.kl_penalised_rewards(s, p, q, options.kl_coef, options.kl_estimator) for s, p, q in rows], options.gamma
-        )
+        rewards = penalised_rewards(score, rollout, ref, options.kl_coef, options.kl_estimator)
+        raw = F.rewards_to_go(rewards, options.gamma)
     spread = F.spread_of(context.in_order(scores.ids, F.sample_spreads(raw, is_valid)))
-    advantages = [
-        (F.standardised(x, spread.mean, spread.variance) if valid else torch.zeros_like(x)).to(p.dtype)
-        for x, p, valid in zip(raw, rollout.logprob, is_valid.tolist(), strict=True)
-    ]
-    columns = {"advantage": advantages}
+    advantages = [F.standardised(x, spread.mean, spread.variance) for x in raw]
+    columns = {"advantage": counted(advantages, is_valid, rollout.logprob[0].dtype)}
     columns |= importance_columns(rollout, old, options)
     if options.mask_truncated:
         columns["valid"] = valid_column(is_valid & is_whole(rollout, options), rollout.logprob)
@@ -83,12 +78,3 @@ def reinforce_pp_policy(logprob: Tensor, batch: Batch, options: ReinforcePlusPlu
         loss = loss + options.kl_coef * kl
         stats["ref_kl"] = mean_of(kl)
     return loss, stats
-
-
-def reinforce_pp_policy_with_entropy(
-    logprob: Tensor, batch: Batch, options: ReinforcePlusPlus, *, entropy: Tensor
-) -> tuple[Tensor, Stats]:
-    """As `reinforce_pp_policy`, less entropy_coef * `entropy` [responses]. Statistics also: `policy_entropy`."""
-    loss, stats = reinforce_pp_policy(logprob, batch, options)
-    stats["policy_entropy"] = mean_of(entropy)
-    return loss - options.entropy_coef * entropy, stats

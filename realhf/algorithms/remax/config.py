@@ -3,10 +3,10 @@
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from realhf.algorithms.choices import KLEstimator, check_choice
-from realhf.algorithms.options import COEFFICIENT, ClippedOptions
+from realhf.algorithms.choices import KLEstimator
+from realhf.algorithms.options import COEFFICIENT, ClippedOptions, policy_loss
 from realhf.api.generation import GenerationOptions
-from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
+from realhf.api.script.functions import tensor_function
 from realhf.base.options import Common, Option
 
 
@@ -28,17 +28,7 @@ class ReMax(ClippedOptions):
         options = {field.name: getattr(self, field.name) for field in fields(GenerationOptions)}
         return GenerationOptions(**options | {"temperature": 0.0})
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("kl_estimator", self.kl_estimator, KLEstimator)
-
 
 remax_advantages = tensor_function("realhf.algorithms.remax.functions:remax_advantages")
 
-_policy = loss_function("realhf.algorithms.clipped:clipped_policy")
-_policy_with_entropy = loss_function("realhf.algorithms.clipped:clipped_policy_with_entropy")
-
-
-def remax_loss(options: ReMax) -> BoundLoss:
-    """The clipped surrogate, with the entropy where it has a coefficient."""
-    return (_policy_with_entropy if options.entropy_coef else _policy)(options)
+remax_loss = policy_loss("realhf.algorithms.clipped:clipped_policy")

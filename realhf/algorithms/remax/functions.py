@@ -1,14 +1,15 @@
 """ReMax on the workers: rewards to go against the reward of the greedy response."""
 
-import torch
 from torch import Tensor
 
 from realhf.algorithms import functional as F
 from realhf.algorithms.remax.config import ReMax
 from realhf.algorithms.samples import (
+    counted,
     filtered_stats,
     importance_columns,
     is_whole,
+    penalised_rewards,
     rewards_of,
     valid_column,
     validity,
@@ -41,18 +42,12 @@ def remax_advantages(
     Source: Li et al., "ReMax" (2024), algorithm 1 and equation 8.
     """
     is_valid = validity(scores) & validity(greedy_scores)
-    reference = rollout.logprob if ref is None else ref.ref_logprob
-    rewards, greedy_rewards = rewards_of(scores), rewards_of(greedy_scores, "reward of the greedy response")
-    rows = zip(rewards.split(1), rollout.logprob, reference, strict=True)
-    to_go = F.rewards_to_go(
-        [F.kl_penalised_rewards(score, p, q, options.kl_coef, options.kl_estimator) for score, p, q in rows]
-    )
+    rewards = penalised_rewards(rewards_of(scores), rollout, ref, options.kl_coef, options.kl_estimator)
+    greedy_rewards = rewards_of(greedy_scores, "reward of the greedy response")
+    advantages = [sums - greedy for sums, greedy in zip(F.rewards_to_go(rewards), greedy_rewards, strict=True)]
     columns = {
         "reward": scores.reward,  # not the greedy one's, which comes after it among the arguments
-        "advantage": [
-            (sums - greedy if valid else torch.zeros_like(sums)).to(p.dtype)
-            for sums, greedy, p, valid in zip(to_go, greedy_rewards, rollout.logprob, is_valid.tolist(), strict=True)
-        ],
+        "advantage": counted(advantages, is_valid, rollout.logprob[0].dtype),
     }
     columns |= importance_columns(rollout, old, options)
     if options.mask_truncated:

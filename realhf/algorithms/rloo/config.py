@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from realhf.algorithms.grpo.config import check_groups
-from realhf.algorithms.options import COEFFICIENT, ClippedOptions
-from realhf.api.script.functions import SEQUENCE_MEAN, BoundLoss, Reduction, loss_function, tensor_function
+from realhf.algorithms.options import COEFFICIENT, ClippedOptions, policy_loss
+from realhf.api.script.functions import SEQUENCE_MEAN, Reduction, tensor_function
 from realhf.base.options import Common
 
 
@@ -38,10 +38,4 @@ class RLOO(ClippedOptions):
 
 rloo_advantages = tensor_function("realhf.algorithms.rloo.functions:rloo_advantages")
 
-_policy = loss_function("realhf.algorithms.rloo.functions:rloo_policy")
-_policy_with_entropy = loss_function("realhf.algorithms.rloo.functions:rloo_policy_with_entropy")
-
-
-def rloo_loss(rloo: RLOO) -> BoundLoss:
-    """The clipped surrogate of whole responses, with the entropy where it has a coefficient."""
-    return (_policy_with_entropy if rloo.entropy_coef else _policy)(rloo)
+rloo_loss = policy_loss("realhf.algorithms.rloo.functions:rloo_policy")

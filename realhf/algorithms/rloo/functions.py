@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms import functional as F
+from realhf.algorithms.clipped import clipped_loss
 from realhf.algorithms.rloo.config import RLOO
 from realhf.algorithms.samples import (
     at_tokens,
@@ -18,7 +19,6 @@ from realhf.algorithms.samples import (
     valid_column,
     validity,
 )
-from realhf.algorithms.statistics import mean_of
 from realhf.api.script.columns import Columns
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Context, Stats
@@ -72,16 +72,4 @@ def rloo_policy(logprob: Tensor, batch: Batch, rloo: RLOO) -> tuple[Tensor, Stat
     Statistics: `clip_fraction`.
     """
     lengths = lengths_of(batch.data["logprob"])
-    log_ratio = F.response_sums(F.log_ratios(logprob, drawn_by(batch)), lengths)
-    advantage = batch.packed("advantage").values
-    loss, is_clipped = F.clipped_surrogate(log_ratio, advantage, rloo.clip_low, rloo.clip_high)
-    if "importance" in batch.data:
-        loss = loss * batch.packed("importance").values
-    return loss, {"clip_fraction": mean_of(is_clipped)}
-
-
-def rloo_policy_with_entropy(logprob: Tensor, batch: Batch, rloo: RLOO, *, entropy: Tensor) -> tuple[Tensor, Stats]:
-    """As `rloo_policy`, less entropy_coef * `entropy` [responses]. Statistics also: `policy_entropy`."""
-    loss, stats = rloo_policy(logprob, batch, rloo)
-    stats["policy_entropy"] = mean_of(entropy)
-    return loss - rloo.entropy_coef * entropy, stats
+    return clipped_loss(F.response_sums(F.log_ratios(logprob, drawn_by(batch)), lengths), batch, rloo)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from realhf.algorithms.options import COEFFICIENT
 from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_policy, ppo_value
-from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
+from realhf.api.script.functions import loss_function, tensor_function
 from realhf.base.errors import UserError
 from realhf.base.options import Common
 
@@ -37,10 +37,6 @@ class SafeRLHF(PPOHyperparameters):
 
 judged = tensor_function("realhf.algorithms.safe_rlhf.functions:judged")
 safe_advantages = tensor_function("realhf.algorithms.safe_rlhf.functions:safe_advantages")
-safe_value = ppo_value
+# PPO's losses, that of the policy on the combined advantage.
+safe_policy, safe_value = ppo_policy, ppo_value
 safe_cost_value = loss_function("realhf.algorithms.safe_rlhf.functions:safe_cost_value")
-
-
-def safe_policy(safe: SafeRLHF) -> BoundLoss:
-    """PPO's loss, on the combined advantage."""
-    return ppo_policy(safe)

@@ -5,13 +5,14 @@ import math
 from torch import Tensor
 
 from realhf.algorithms import functional as F
-from realhf.algorithms.ppo.functions import penalised_rewards, ppo_estimates, ppo_value, step_kl_coef
+from realhf.algorithms.ppo.functions import ppo_estimates, ppo_value, step_kl_coef
 from realhf.algorithms.safe_rlhf.config import SafeRLHF
 from realhf.algorithms.samples import (
     filtered_stats,
     importance_columns,
     in_groups,
     is_whole,
+    penalised_rewards,
     rewards_of,
     valid_column,
     validity,
@@ -64,9 +65,11 @@ def safe_advantages(
     kl_coef, stats = step_kl_coef(rollout, ref, is_valid, safe, context)
     rewards = F.standardised_score(rewards_of(reward), safe.reward_mean, safe.reward_std, safe.reward_clip)
     costs = F.standardised_score(rewards_of(cost, "cost"), 0.0, safe.cost_std, safe.reward_clip)
-    of_reward = ppo_estimates(penalised_rewards(rewards, rollout, ref, kl_coef, safe), reward, is_valid, safe, context)
+    rewards_of_tokens = penalised_rewards(rewards, rollout, ref, kl_coef, safe.kl_estimator)
     # The cost is taken away, so its penalty has the other sign.
-    of_cost = ppo_estimates(penalised_rewards(costs, rollout, ref, -kl_coef, safe), cost, is_valid, safe, context)
+    costs_of_tokens = penalised_rewards(costs, rollout, ref, -kl_coef, safe.kl_estimator)
+    of_reward = ppo_estimates(rewards_of_tokens, reward, is_valid, safe, context)
+    of_cost = ppo_estimates(costs_of_tokens, cost, is_valid, safe, context)
     multiplier, of_costs = _multiplier(rollout, cost, is_valid, safe, context)
     columns = {
         "advantage": [

@@ -11,9 +11,9 @@ from realhf.algorithms.script.evaluate import Evaluation
 from realhf.algorithms.script.rows import as_rollouts
 from realhf.algorithms.statistics import mean_of
 from realhf.algorithms.stop_strings import stop_strings
-from realhf.api.script.config import Generate, Logprobs, Score, ScriptCall, Values
+from realhf.api.script.config import Generate, Logprobs, Rows, Score, ScriptCall, Values
 from realhf.engine.batch import Batch
-from realhf.engine.interface import CallResult, Context, GenerationOutput, GenerationRequest, Model, Postprocess, Stats
+from realhf.engine.interface import CallResult, Context, GenerationOutput, GenerationRequest, Model, Postprocess
 from realhf.parallel.vocabulary import Logits
 
 
@@ -65,10 +65,14 @@ class _Inference:
     def __init__(self, config: ScriptCall):
         self.config = config
 
-    def run(self, model: Model, rows: Batch, context: Context, postprocess: Postprocess, stats: Stats) -> CallResult:
-        """What `postprocess` gives, and the statistics of what was read."""
-        outputs = model.forward(rows, "seq", postprocess, context.micro_batches)
-        return CallResult(outputs=outputs, stats=stats) if context.holds_outputs else CallResult()
+    def run(
+        self, model: Model, batch: Batch, context: Context, postprocess: Postprocess, rows: Rows = "rollout"
+    ) -> CallResult:
+        """What `postprocess` gives of the rows, and the statistics of what was read."""
+        evaluation = Evaluation(batch, context, self.config.reports)
+        seen = as_rollouts(evaluation.batch(self.config.batch), rows)
+        outputs = model.forward(seen, "seq", postprocess, context.micro_batches)
+        return CallResult(outputs=outputs, stats=evaluation.stats) if context.holds_outputs else CallResult()
 
 
 class LogprobsInterface(_Inference):
@@ -77,7 +81,7 @@ class LogprobsInterface(_Inference):
     config: Logprobs
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        c, evaluation = self.config, Evaluation(batch, context, self.config.reports)
+        c = self.config
         key, *others = c.output_data
 
         def logprobs(logits: Logits, part: Batch) -> dict[str, list[Tensor]]:
@@ -86,8 +90,7 @@ class LogprobsInterface(_Inference):
                 each = [values.sum().view(1) for values in each]
             return {key: each}
 
-        rows = as_rollouts(evaluation.batch(c.batch), c.rows)
-        result = self.run(model, rows, context, logprobs, evaluation.stats)
+        result = self.run(model, batch, context, logprobs, c.rows)
         if not others or not result.outputs:
             return result
         both = result.outputs[key]
@@ -100,13 +103,8 @@ class ValuesInterface(_Inference):
     config: Values
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        evaluation = Evaluation(batch, context, self.config.reports)
         (key,) = self.config.output_data
-
-        def values(head: Tensor, part: Batch) -> dict[str, list[Tensor]]:
-            return {key: by_sample(response_values(head, part), part)}
-
-        return self.run(model, evaluation.batch(self.config.batch), context, values, evaluation.stats)
+        return self.run(model, batch, context, lambda head, part: {key: by_sample(response_values(head, part), part)})
 
 
 class ScoreInterface(_Inference):
@@ -115,13 +113,8 @@ class ScoreInterface(_Inference):
     config: Score
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        evaluation = Evaluation(batch, context, self.config.reports)
         (key,) = self.config.output_data
-
-        def scores(head: Tensor, part: Batch) -> dict[str, list[Tensor]]:
-            return {key: last_scores(head, part)}
-
-        result = self.run(model, evaluation.batch(self.config.batch), context, scores, evaluation.stats)
+        result = self.run(model, batch, context, lambda head, part: {key: last_scores(head, part)})
         if not result.outputs:
             return result
         given = torch.cat(result.outputs[key]).double()

@@ -2,20 +2,20 @@
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import at_least_fp32, kl_k3, last_positions, predicting_positions, token_statistics
-from realhf.algorithms.responses import response_lengths
+from realhf.algorithms.functional import at_least_fp32, kl_k3, last_positions, token_statistics
+from realhf.algorithms.responses import response_lengths, response_positions
 from realhf.algorithms.samples import of_responses, rollout_stats
 from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
-from realhf.algorithms.updates import KL_STATISTIC, device_of, optimizer_steps
 from realhf.api.script.config import Measure, Term, Update
 from realhf.api.script.functions import Reduction, load_function
 from realhf.engine.batch import Batch, concatenate
@@ -26,6 +26,9 @@ from realhf.engine.returned import InterfaceError
 _TERM = " term"
 _SEQUENCES = ("prompt", "seq")
 _LEFT_OUT = -1
+KL_STATISTIC = "kl_from_rollout"
+
+MiniBatch = TypeVar("MiniBatch")
 
 
 class UpdateInterface:
@@ -50,7 +53,7 @@ class UpdateInterface:
             lambda weighted: self._step(model, *weighted, context, with_kl=max_kl is not None),
             list(zip(rows, self._global_weights(rows, context), strict=True)),
             context,
-            device_of(rows),
+            _device_of(rows),
             epochs=c.epochs,
             max_kl=max_kl,
         )
@@ -67,7 +70,7 @@ class UpdateInterface:
         their own rank alone, so the ranks always add up."""
         own = [self._weights(batch) for batch in mini_batches]
         weights: list[list[float]] = context.sum_over_data_parallel(
-            torch.tensor(own, dtype=torch.float64, device=device_of(mini_batches))
+            torch.tensor(own, dtype=torch.float64, device=_device_of(mini_batches))
         ).tolist()
         return weights
 
@@ -112,6 +115,34 @@ class UpdateInterface:
         if total is None:  # all are left out: a loss of zero that still takes part in the backward pass
             total = self._losses[0].quantity(head, part, list(range(len(part))))[0].sum() * 0
         return total, stats
+
+
+def optimizer_steps(
+    step: Callable[[MiniBatch], Stats],
+    mini_batches: Sequence[MiniBatch],
+    context: Context,
+    device: torch.device,
+    *,
+    epochs: int,
+    max_kl: float | None,
+) -> Stats:
+    """The statistics of `epochs` passes over the mini-batches, in their order, with one optimizer step on each.
+
+    The update ends after a step in whose pass the mean of the statistic `kl_from_rollout` was above `max_kl`, if there
+    is one; the statistic `stopped_after` then counts the steps. All ranks of the call end alike: `step` gives
+    statistics on the last pipeline stage alone, and their sum, made on `device`, reaches all.
+    """
+    steps = list(mini_batches) * epochs
+    stats: Stats = {}
+    for number, batch in enumerate(steps, start=1):
+        made = step(batch)
+        stats = add_stats([stats, made])
+        if max_kl is not None and number < len(steps):
+            moved = torch.tensor(made.get(KL_STATISTIC, (0.0, 0.0)), dtype=torch.float64, device=device)
+            kl, tokens = context.sum_over_outputs(moved).tolist()
+            if kl > max_kl * tokens:
+                return stats | {"stopped_after": (float(number), 1.0)}
+    return stats
 
 
 class MeasureInterface:
@@ -175,12 +206,10 @@ class _Loss:
     def quantity(self, head: Head, part: Batch, rows: list[int]) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Of the tokens of the responses of `rows`: values, or log-probabilities and by name what a loss may ask for
         beside them (see `loss_function`); of pairs with a scalar head, one score a sequence."""
-        sequences, prompts = part.data["seq"], part.data["prompt"]
-        lengths = [len(sequence) for sequence in sequences]
         if _is_scalar(head) and self.term.rows == "pairs":
+            lengths = [len(sequence) for sequence in part.data["seq"]]
             return at_least_fp32(head)[last_positions(lengths, head.device)[rows]], {}
-        positions = predicting_positions(lengths, [len(prompt) for prompt in prompts], head.device)
-        each = positions.split([n - len(prompt) for n, prompt in zip(lengths, prompts, strict=True)])
+        each = response_positions(part, head.device).split(response_lengths(part))
         positions = torch.cat([each[row] for row in rows])
         if _is_scalar(head):
             return at_least_fp32(head)[positions], {}
@@ -212,13 +241,18 @@ class _Loss:
         return math.prod(factors, start=torch.ones_like(factors[0])) if factors else None
 
 
+def _device_of(batches: Sequence[Batch]) -> torch.device:
+    """Where their sequences are."""
+    return batches[0].data["seq"][0].device
+
+
 def _is_scalar(head: Head) -> bool:
     return isinstance(head, Tensor) and head.dim() == 1
 
 
 def _of_tokens(rows: Batch, reduction: Reduction) -> Tensor:
     """By token of the responses the factor of a reduction by sequences: [responses]."""
-    device = device_of([rows])
+    device = _device_of([rows])
     lengths = response_lengths(rows)
     if reduction.kind == "sequence_sum_over":
         return torch.full((sum(lengths),), 1 / reduction.over, dtype=torch.float64, device=device)
@@ -238,7 +272,7 @@ def _merged(terms: Sequence[Batch]) -> Batch:
     if len(marked) == 1:  # two rows of a pair stay together
         return marked[0]
     keys = dict.fromkeys(key for batch in marked for key in batch.data)
-    nothing = torch.empty(0, device=device_of(terms))
+    nothing = torch.empty(0, device=_device_of(terms))
     return concatenate(
         [replace(batch, data={key: batch.data.get(key, [nothing] * len(batch)) for key in keys}) for batch in marked]
     )

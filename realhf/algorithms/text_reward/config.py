@@ -7,14 +7,15 @@ from functools import cache
 from typing import ClassVar
 
 from realhf.api.script.config import ScriptCall
+from realhf.api.script.reward import FunctionOptions
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
-from realhf.rewards.pool import BATCH_SAMPLES, CONCURRENCY, OnError, PoolOptions
+from realhf.rewards.pool import PoolOptions
 from realhf.rewards.sources import READY, RewardSource, load_rewards, notes_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextReward(ScriptCall):
+class TextReward(FunctionOptions, ScriptCall):
     """INFERENCE: `reward` [1] float32 of `prompt` and `seq`, by functions on texts; runs beside the devices.
 
     The reward of a sample is the sum of weight * value over the functions that give it a value. Where `on_error` is
@@ -38,19 +39,6 @@ class TextReward(ScriptCall):
     """Taken off the end of a response if it is none of the tokenizer's special tokens; -1: nothing is."""
     stop_strings: tuple[str, ...] = ()
     """Those of the generation: taken off the end of a response."""
-    on_error: OnError = "fail"
-    """What becomes of a sample whose function fails: "fail" ends the run, under "zero" the function's value counts as
-    0, "drop" takes the sample out."""
-    timeout_s: float = 60.0
-    """How long one call of a function may take."""
-    processes: int = 0
-    """For functions, in each worker; 0: the host's cores, divided among its workers."""
-    concurrency: int = CONCURRENCY
-    """How many calls of async functions are under way in a worker at a time."""
-    batch_samples: int = BATCH_SAMPLES
-    """The most samples that a function of batches gets at a time."""
-    seconds_per_sample: float = 0.001
-    """For the planner: how long the functions work on a sample."""
     prefix: str = ""
 
     def __post_init__(self) -> None:

@@ -55,24 +55,22 @@ class TextRewardInterface:
         )
 
     def _samples(self, batch: Batch, context: Context) -> list[Sample]:
+        samples = []
         columns = (batch.ids, batch.data["prompt"], batch.data["seq"], context.rows(batch.ids))
-        return [
-            self._sample(Sample(id=id, step=context.step, prompt="", response="", row=row), prompt, seq)
-            for id, prompt, seq, row in zip(*columns, strict=True)
-        ]
-
-    def _sample(self, sample: Sample, prompt: Tensor, seq: Tensor) -> Sample:
-        tokens = seq[len(prompt) :].tolist()
-        return Sample(
-            id=sample.id,
-            step=sample.step,
-            prompt=self._tokenizer.decode(prompt.tolist()),
-            response=self.response_text(tokens),
-            tokens=tuple(tokens) if self._pool.wants_tokens else (),
-            num_tokens=len(tokens),
-            messages=_messages(sample.row),
-            row=sample.row,
-        )
+        for id, prompt, seq, row in zip(*columns, strict=True):
+            tokens = seq[len(prompt) :].tolist()
+            sample = Sample(
+                id=id,
+                step=context.step,
+                prompt=self._tokenizer.decode(prompt.tolist()),
+                response=self.response_text(tokens),
+                tokens=tuple(tokens) if self._pool.wants_tokens else (),
+                num_tokens=len(tokens),
+                messages=_messages(row),
+                row=row,
+            )
+            samples.append(sample)
+        return samples
 
     def response_text(self, tokens: Sequence[int]) -> str:
         """The text of a response without special tokens, and without the end token or stop string that ended it."""

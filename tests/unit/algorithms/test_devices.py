@@ -12,9 +12,8 @@ from realhf.algorithms import functional as F
 from realhf.algorithms.responses import last_scores
 from realhf.algorithms.reward.functions import with_samples
 from realhf.algorithms.samples import at_tokens, in_groups, lengths_of, of_ids, valid_column
-from realhf.algorithms.script.update import UpdateInterface
+from realhf.algorithms.script.update import UpdateInterface, optimizer_steps
 from realhf.algorithms.text_reward import interface as text_reward
-from realhf.algorithms.updates import optimizer_steps
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, Columns, loss_function, sequence_sum_over
 from realhf.api.script.views import View
 from realhf.engine.batch import Batch

@@ -8,22 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.algorithms.clipped import clipped_policy, clipped_policy_with_entropy
+from realhf.algorithms.clipped import clipped_policy, less_entropy
 from realhf.algorithms.dpo.config import DPO, dpo_loss
 from realhf.algorithms.dpo.functions import dpo_pairs, with_reference
 from realhf.algorithms.grpo.config import GRPO, grpo_loss
-from realhf.algorithms.grpo.functions import grpo_policy, grpo_policy_with_entropy
+from realhf.algorithms.grpo.functions import grpo_policy
 from realhf.algorithms.ppo.config import PPOHyperparameters, PPOPtx, ppo_policy, ppo_value
 from realhf.algorithms.ppo.functions import ppo_policy as policy_of_ppo
-from realhf.algorithms.ppo.functions import ppo_policy_with_entropy
 from realhf.algorithms.ppo.functions import ppo_value as value_of_ppo
 from realhf.algorithms.reinforce_pp.config import ReinforcePlusPlus, reinforce_pp_loss
-from realhf.algorithms.reinforce_pp.functions import reinforce_pp_policy, reinforce_pp_policy_with_entropy
+from realhf.algorithms.reinforce_pp.functions import reinforce_pp_policy
 from realhf.algorithms.remax.config import ReMax, remax_loss
 from realhf.algorithms.reward.config import PairLoss, cost_loss, pairwise_loss
 from realhf.algorithms.reward.functions import pairwise, safe_pairwise
 from realhf.algorithms.rloo.config import RLOO, rloo_loss
-from realhf.algorithms.rloo.functions import rloo_policy, rloo_policy_with_entropy
+from realhf.algorithms.rloo.functions import rloo_policy
 from realhf.algorithms.safe_rlhf.config import SafeRLHF, safe_cost_value, safe_policy, safe_value
 from realhf.algorithms.sft.functions import sft
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, sequence_sum_over
@@ -43,14 +42,14 @@ OPTIONS = {
 }
 
 
-LOSSES: dict[str, tuple[Any, Any, Any]] = {  # without and with entropies, and what binds one of them
-    "ppo": (policy_of_ppo, ppo_policy_with_entropy, ppo_policy),
-    "safe-rlhf": (policy_of_ppo, ppo_policy_with_entropy, safe_policy),
-    "grpo": (grpo_policy, grpo_policy_with_entropy, grpo_loss),
-    "rloo": (rloo_policy, rloo_policy_with_entropy, rloo_loss),
-    "reinforce++": (reinforce_pp_policy, reinforce_pp_policy_with_entropy, reinforce_pp_loss),
-    "reinforce++-group": (reinforce_pp_policy, reinforce_pp_policy_with_entropy, reinforce_pp_loss),
-    "remax": (clipped_policy, clipped_policy_with_entropy, remax_loss),
+LOSSES: dict[str, tuple[Any, Any]] = {  # the loss, and what binds it
+    "ppo": (policy_of_ppo, ppo_policy),
+    "safe-rlhf": (policy_of_ppo, safe_policy),
+    "grpo": (grpo_policy, grpo_loss),
+    "rloo": (rloo_policy, rloo_loss),
+    "reinforce++": (reinforce_pp_policy, reinforce_pp_loss),
+    "reinforce++-group": (reinforce_pp_policy, reinforce_pp_loss),
+    "remax": (clipped_policy, remax_loss),
 }
 
 
@@ -64,11 +63,11 @@ def batch(seed: int = 1, **others: list[Tensor]) -> tuple[Tensor, Batch]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_bonus_raises_the_entropy_by_its_coefficient(name: str) -> None:
     """At each token -coefficient x entropy, whatever the advantage: the loss falls where the entropy grows."""
-    plain, with_entropy, _ = LOSSES[name]
+    plain, bind = LOSSES[name]
     logprob, rollouts = batch()
     entropy = torch.linspace(0, 3, len(logprob), dtype=torch.float64).requires_grad_()
     options = replace(OPTIONS[name], entropy_coef=0.25)
-    loss, stats = with_entropy(logprob, rollouts, options, entropy=entropy)
+    loss, stats = less_entropy(logprob, rollouts, *bind(options).arguments, entropy=entropy)
     without, others = plain(logprob, rollouts, options)
     torch.testing.assert_close(loss, without - 0.25 * entropy)
     loss.sum().backward()
@@ -78,12 +77,12 @@ def test_the_bonus_raises_the_entropy_by_its_coefficient(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_entropies_are_asked_for_only_with_a_coefficient(name: str) -> None:
-    bind = LOSSES[name][2]
-    assert not bind(OPTIONS[name]).name.endswith("_with_entropy")
+    plain, bind = LOSSES[name]
+    assert (bind(OPTIONS[name]).name, bind(OPTIONS[name]).arguments) == (plain.__name__, (OPTIONS[name],))
     for coefficient in (0.01, -0.01):
-        bound = bind(replace(OPTIONS[name], entropy_coef=coefficient))
-        assert bound.name == f"{bind(OPTIONS[name]).name}_with_entropy"
-        assert bound.arguments == (replace(OPTIONS[name], entropy_coef=coefficient),)
+        options = replace(OPTIONS[name], entropy_coef=coefficient)
+        bound = bind(options)
+        assert (bound.name, bound.arguments) == ("less_entropy", (options, bind(OPTIONS[name]).function))
 
 
 @pytest.mark.parametrize(
@@ -406,7 +405,7 @@ def test_ppo_losses_with_their_options() -> None:
     loss, stats = policy_of_ppo(logprob, batch, ppo)
     assert_columns([loss], [[-0.5, 6.0]])
     assert stats["clip_fraction"] == (1.0, 2.0)
-    loss, stats = ppo_policy_with_entropy(logprob, batch, ppo, entropy=f64(1.0, 2.0))
+    loss, stats = less_entropy(logprob, batch, *ppo_policy(ppo).arguments, entropy=f64(1.0, 2.0))
     assert_columns([loss], [[-0.6, 5.8]])
     assert stats["policy_entropy"] == (3.0, 2.0)
     loss, _ = value_of_ppo(f64(3.0, 1.0), batch, ppo)

@@ -48,7 +48,7 @@ def test_ppo_has_the_six_calls_of_the_paper(calls_of: CallsOf) -> None:
     }
     update = calls["actor_train_step"]
     assert (update.epochs, update.max_kl) == (3, 0.1)
-    assert update.terms[0].loss.name == "ppo_policy_with_entropy"
+    assert update.terms[0].loss.name == "less_entropy"
     assert calls["critic_train_step"].epochs == 3
 
 

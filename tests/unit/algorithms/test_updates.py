@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.algorithms.script.update import optimizer_steps
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
-from realhf.algorithms.updates import optimizer_steps
 from tests.unit.algorithms.conftest import SingleContext
 
 
