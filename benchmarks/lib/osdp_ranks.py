@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lib.osdp_shapes import Shape
+from lib.osdp_traffic import planned_sent_bytes
 from lib.osdp_ways import FullyShard, Osdp, Way
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -175,7 +176,7 @@ class _Bench:
             state_bytes=state_bytes,
             gathered_bytes=gathered_bytes,
             sent_bytes=way.sent_bytes(),
-            planned_sent_bytes=way.plan.chosen.sent_bytes,
+            planned_sent_bytes=planned_sent_bytes(way.plan.chosen),
         )
 
     def _times(self, ways: Mapping[str, Way]) -> dict[str, list[float]]:

@@ -227,17 +227,6 @@ def test_the_largest_gather_counts() -> None:
     assert plan.memory_bytes == (2100 + 2300) // 4 + (900 + 400 + 400) + 300
 
 
-@pytest.mark.parametrize(("count", "prefetch", "passes"), [(1, False, 2), (2, False, 5), (2, True, 4), (3, True, 7)])
-def test_bytes_that_are_sent(count: int, prefetch: bool, passes: int) -> None:
-    """Three passes of each of so many slices, but for the last, or the last two, that are still there."""
-    op = operator(slices=3)
-    plan = OsdpPlan(problem=problem(op, prefetch=prefetch), batch=1, slices=((0, 3 - count, count),))
-    assert plan.sent_bytes == pytest.approx((passes + 2 * (3 - count)) * 800 / 3 * 3 / 4)
-    once = replace(op, gathers=1)
-    plan = OsdpPlan(problem=problem(once, prefetch=prefetch), batch=1, slices=((0, 3 - count, count),))
-    assert plan.sent_bytes == pytest.approx(2 * 3 * 800 / 3 * 3 / 4)
-
-
 @pytest.mark.parametrize("batches", [range(3, 3), range(3), range(1, 9, 2)])
 def test_batches_that_are_no_range(batches: range) -> None:
     with pytest.raises(UserError, match=re.escape(f"batches={batches} must be a range of one or more batches, from 1")):

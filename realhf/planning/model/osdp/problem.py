@@ -229,25 +229,6 @@ class OsdpPlan:
         return sum(count * self.problem.slice_seconds(op, mode) for op, mode, count in self.counts())
 
     @property
-    def sent_bytes(self) -> float:
-        """Of a device in a step, each pass of S bytes around the ring S (N - 1) / N.
-
-        The slice that the forward pass gathers last, two with prefetch, is still there when the backward pass begins.
-        The solver leaves that out, since it hangs on which operators are sharded.
-        """
-        problem, passes, still_there = self.problem, 0.0, 2 if self.problem.prefetch else 1
-        for op, mode, count in reversed(list(self.counts())):
-            slice_bytes = op.parameter_bytes / op.slices
-            if mode != "sharded":
-                passes += 2 * count * slice_bytes
-                continue
-            gathers = problem.gathers_of(op)
-            kept = min(count, still_there) if gathers > 1 else 0
-            still_there -= kept
-            passes += ((gathers + 1) * count - kept) * slice_bytes
-        return passes * (problem.links.num_devices - 1) / problem.links.num_devices
-
-    @property
     def step_s(self) -> float:
         """Seconds of one step: sum of T_i."""
         return self.communication_s + self.batch * self.problem.seconds_per_sample
