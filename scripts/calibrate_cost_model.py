@@ -17,7 +17,7 @@ from msgspec import structs
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
 from realhf.planning.model.gaussian import of_covariance
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.uncertainty import place_of
+from realhf.planning.model.uncertainty import Uncertainty, place_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))  # where the fit is
@@ -105,10 +105,13 @@ def calibrated(tables: Sequence[MeasuredTable], hardware: Hardware) -> Hardware:
     error = stated.call_error
     if len(tables) > 1:
         error = call_error(*(np.concatenate(each) for each in zip(*left_out, strict=True)))
-    uncertainty = of_covariance(
-        [constant.name for constant in CONSTANTS], found.covariance, digits=DIGITS, call_error=error,
+    exact = of_covariance([constant.name for constant in CONSTANTS], found.covariance)
+    uncertainty = Uncertainty(
+        spread={name: round(value, DIGITS) for name, value in exact.spread.items()},
+        correlation=tuple(tuple(round(value, DIGITS) + 0.0 for value in row) for row in exact.correlation),  # no -0.0
+        call_error=error,
         profiled_error=stated.profiled_error,
-    )  # fmt: skip
+    )
     return structs.replace(rounded(found.hardware), uncertainty=uncertainty)
 
 

@@ -67,18 +67,12 @@ def kept_bytes(
     model: DecoderConfig, dtype: DType, tp: int, layers: InFlight, features: EngineFeatures = ENGINE
 ) -> float:
     """A token's bytes that these layers keep for the backward passes."""
-    whole = layers.whole * kept_layer_bytes(model, dtype, tp, features)
-    return whole + layers.recomputed * _kept_recomputed_bytes(model, dtype, tp, features)
-
-
-def _kept_recomputed_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures) -> float:
-    match features.recomputation:
-        case "off":
-            return kept_layer_bytes(model, dtype, tp, features)
-        case "selective":
-            return kept_selective_bytes(model, dtype, tp, features)
-        case "full":
-            return model.hidden_size / (tp if features.sequence_parallel else 1) * DTYPE_BYTES[dtype]  # its input
+    whole = recomputed = kept_layer_bytes(model, dtype, tp, features)
+    if features.recomputation == "selective":
+        recomputed = kept_selective_bytes(model, dtype, tp, features)
+    elif features.recomputation == "full":  # its input
+        recomputed = model.hidden_size / (tp if features.sequence_parallel else 1) * DTYPE_BYTES[dtype]
+    return layers.whole * whole + layers.recomputed * recomputed
 
 
 def beyond_kept_bytes(

@@ -28,19 +28,13 @@ def covariance_of(stated: Uncertainty) -> np.ndarray:
     return matrix * np.outer(spread, spread)
 
 
-def of_covariance(
-    names: Sequence[str], covariance: np.ndarray, *, digits: int | None = None, **errors: float
-) -> Uncertainty:
-    """The spreads and correlations of a covariance [constants, constants], rounded to `digits` behind the point."""
+def of_covariance(names: Sequence[str], covariance: np.ndarray, **errors: float) -> Uncertainty:
+    """The spreads and correlations of a covariance [constants, constants]."""
     spread = np.sqrt(np.maximum(np.diag(covariance), 0.0))
     scale = np.where(spread > 0, spread, np.inf)
     matrix = covariance / np.outer(scale, scale)
-
-    def number(value: float) -> float:
-        return float(value) if digits is None else round(float(value), digits) + 0.0  # no -0.0
-
-    rows = tuple(tuple(number(value) for value in matrix[row, :row]) for row in range(1, len(names)))
-    return Uncertainty(spread={n: number(s) for n, s in zip(names, spread, strict=True)}, correlation=rows, **errors)
+    rows = tuple(tuple(map(float, matrix[row, :row])) for row in range(1, len(names)))
+    return Uncertainty(spread=dict(zip(names, map(float, spread), strict=True)), correlation=rows, **errors)
 
 
 def observed(

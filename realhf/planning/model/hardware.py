@@ -18,7 +18,7 @@ MEMORY_BYTES = (1, 2**50)
 MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 CORES = (1, 2**20)
 GIB = 2**30
-KINDS = ("_bandwidth", "_s")  # rates and delays: the ends of the names of such constants
+KINDS = {"_bandwidth": RATES, "_s": DELAYS_S}  # constants by the ends of their names
 # Constants that a description may leave out, and those that then stand for them.
 OPTIONAL = {"train_launch_s": "layer_launch_s", "inter_node_send_bandwidth": "inter_node_bandwidth"}
 
@@ -101,13 +101,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host_cores: int | None = None
 
     def __post_init__(self) -> None:
-        rates = ("matmul_flops", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth",
-                 "inter_node_send_bandwidth", "host_bandwidth")  # fmt: skip
-        delays = ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "train_launch_s", "mini_batch_s",
-                  "decode_launch_s", "decode_graph_launch_s", "call_overhead_s", "sampling_s")  # fmt: skip
+        rates = {f: limits for f in self.__struct_fields__ for end, limits in KINDS.items() if f.endswith(end)}
         memory = {"device_memory_bytes": MEMORY_BYTES, "communicator_bytes": (0, 2**40), "devices_per_node": DEVICES}
         of_host = {"host_memory_bytes": MEMORY_BYTES, "host_cores": CORES, "threads": CORES}
-        check_fields("", self, {**dict.fromkeys(rates, RATES), **dict.fromkeys(delays, DELAYS_S), **memory, **of_host})
+        check_fields("", self, {"matmul_flops": RATES, **rates, **memory, **of_host})
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", self.name):
             raise UserError(
                 f"name {self.name!r} is no name of a folder, where profiles lie; take letters, digits and -"
@@ -126,7 +123,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         field, key = place_of(name)
         values = getattr(self, field, None)
         if field in self.__struct_fields__ and not key:
-            return field.endswith(KINDS)
+            return field.endswith(tuple(KINDS))
         return isinstance(values, dict) and key in values
 
     def constant(self, name: str) -> float:
@@ -152,7 +149,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.uncertainty is not None:
             return self.uncertainty
         names = [f"matmul_flops[{dtype}]" for dtype in self.matmul_flops]
-        names += [field for field in self.__struct_fields__ if field.endswith(KINDS) and getattr(self, field)]
+        names += [field for field in self.__struct_fields__ if self.has_constant(field) and getattr(self, field)]
         return Uncertainty(spread=dict.fromkeys(names, UNSTATED))
 
     @property

@@ -33,11 +33,8 @@ class Uncertainty(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     profiled_error: float = UNSTATED_ERROR
 
     def __post_init__(self) -> None:
-        for name, value in {
-            **self.spread,
-            "call_error": self.call_error,
-            "profiled_error": self.profiled_error,
-        }.items():
+        errors = {"call_error": self.call_error, "profiled_error": self.profiled_error}
+        for name, value in (self.spread | errors).items():
             check_range(f"uncertainty: {name}", value, *SPREAD)
         if self.correlation and [len(row) for row in self.correlation] != list(range(1, len(self.spread))):
             raise UserError(

@@ -136,15 +136,6 @@ def test_a_covariance_by_hand() -> None:
     assert covariance_of(Uncertainty(spread={})).shape == (0, 0)
 
 
-def test_a_covariance_is_rounded() -> None:
-    """To two digits; what is rounded to nothing has no sign."""
-    matrix = np.array([[0.3**2, -1e-5, 0.05], [-1e-5, 0.123456**2, 0.0], [0.05, 0.0, 0.25]])
-    found = of_covariance(["a", "b", "c"], matrix, digits=2)
-    assert found.spread == {"a": 0.3, "b": 0.12, "c": 0.5}
-    assert found.correlation == ((0.0,), (0.33, 0.0))
-    assert str(found.correlation[0][0]) == "0.0"
-
-
 def test_a_variance_that_rounding_made_negative_is_none() -> None:
     assert of_covariance(["a"], np.array([[-1e-20]])).spread == {"a": 0.0}
 
