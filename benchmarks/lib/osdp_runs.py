@@ -77,7 +77,7 @@ def _parallel_cases(folder: Path) -> Iterator[dict[str, Any]]:
     zero1_bytes = model.static_bytes(strategy)
     sharded = model.under(msgspec.structs.replace(plan.calls[job.call].compute, data_parallel="fsdp"))
     room_bytes = zero1_bytes - SAVED_PART * (zero1_bytes - sharded.static_bytes(strategy))
-    mix = model.mix_within(strategy, 1, int(room_bytes))
+    mix = model.mix(strategy, 1, int(room_bytes))
     assert mix is not None, f"no modes fit into {room_bytes:.0f} bytes"
     ways: dict[str, DataParallel] = {"ZeRO-1": "zero1", "OSDP": mix, "all sharded": ALL_SHARDED}
     found = _seconds(job, {name: _with_modes(plan, job.call, modes) for name, modes in ways.items()}, folder)

@@ -75,7 +75,7 @@ def smallest_mix(task: PlanningTask, call: ModelFunctionCallDef, sharded: Way) -
         return None
     strategy, count, compute = sharded
     way = replace(compute, data_parallel=None, prefetch=_prefetches(task, call)[-1])
-    rules = task.call_models[call.name].under(way).smallest_mix(strategy, count)
+    rules = task.call_models[call.name].under(way).mix(strategy, count, None)
     return replace(way, data_parallel=rules) if rules else None
 
 
@@ -83,7 +83,7 @@ def _mix(task: PlanningTask, model: CallModel, way: Way, limit_bytes: int) -> Ca
     strategy, count, compute = way
     for prefetch in _prefetches(task, model.call):
         plain = replace(compute, prefetch=prefetch)
-        rules = model.under(plain).mix_within(strategy, count, limit_bytes)
+        rules = model.under(plain).mix(strategy, count, limit_bytes)
         if rules:
             return replace(plain, data_parallel=rules)
     return None

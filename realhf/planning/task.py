@@ -125,7 +125,7 @@ class PlanningTask:
             lengths=lengths,
             dtype=self.dtype,
             features=features,
-            timings=self.costs.of(call.config, features),
+            timings=self.costs.timings[call.config].under(features),
             cluster=self.cluster,
             hardware=self.costs.hardware,
             versions=self.graph.versions_kept(call.model_name),

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from realhf.architecture.compute import ModeRules
 from realhf.architecture.model import DType
+from realhf.base.kept import kept
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import AS_SET_UP, CallCompute
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -38,6 +39,7 @@ class CallModel:
     factor: by which a run measured the call to be slower than it is computed here.
     seen: finished runs with calls of this model; error: a call's before that (`Costs.call_error`).
     shares_devices: other calls may run on the same devices (`realhf.planning.model.mode_choice.memory_limits`).
+    known: seconds and bytes of parts of the work, for all ways to compute the call (`RankWork.once`).
     """
 
     call: ModelFunctionCallDef
@@ -53,43 +55,26 @@ class CallModel:
     shares_devices: bool = True
     seen: tuple[RunTimes, ...] = ()
     error: float = 0.0
-    # Caches: the search and the plans by rule ask for the same again and again.
-    _errors: dict[str, CallError] = field(default_factory=dict, init=False)
-    _placed: dict[ParallelStrategy, PlacedModel] = field(default_factory=dict, init=False)
-    _known: dict[Hashable, float] = field(default_factory=dict, init=False)
-    _known_of_options: dict[Hashable, dict[Hashable, float]] = field(default_factory=dict, init=False)
-    _under: dict[CallCompute, "CallModel"] = field(default_factory=dict, init=False)
-    _works: dict[tuple[ParallelStrategy, int], RankWork] = field(default_factory=dict, init=False)
-    _seconds: dict[tuple[ParallelStrategy, int], float] = field(default_factory=dict, init=False)
-    _static_bytes: dict[ParallelStrategy, int] = field(default_factory=dict, init=False)
+    known: dict[Hashable, float] = field(default_factory=dict)
 
+    # The search and the plans by rule ask for the same again and again.
+    @kept
     def under(self, compute: CallCompute) -> "CallModel":
         """The call as a plan has it computed."""
         if compute == AS_SET_UP:
             return self
-        if compute not in self._under:
-            lengths = replace(self.lengths, decode_graphs=compute.decode_graphs or self.lengths.decode_graphs)
-            features = features_during(self.call, lengths, self.features.under(compute))
-            changed = replace(self, lengths=lengths, features=features, timings=self.timings.under(features))
-            for shared in ("_known", "_known_of_options"):
-                object.__setattr__(changed, shared, getattr(self, shared))
-            self._under[compute] = changed
-        return self._under[compute]
+        lengths = replace(self.lengths, decode_graphs=compute.decode_graphs or self.lengths.decode_graphs)
+        features = features_during(self.call, lengths, self.features.under(compute))
+        return replace(self, lengths=lengths, features=features, timings=self.timings.under(features))
 
+    @kept
     def seconds(self, strategy: ParallelStrategy, micro_batches: int) -> float:
         """Seconds from the request's arrival to the result. Of a call that does not use its model only the overhead is
         known."""
-        key = (strategy, micro_batches)
-        if key not in self._seconds:
-            self._seconds[key] = self._computed_s(strategy, micro_batches)
-        return self._seconds[key]
-
-    def _computed_s(self, strategy: ParallelStrategy, micro_batches: int) -> float:
         if not self.call.uses_model:
             return self.factor * self.timings.hardware.call_overhead_s
         factor = self.factor * math.exp(self.expected(strategy, micro_batches).mean)
-        work = self.work(strategy, micro_batches)
-        body = RankSeconds(work, self.timings, crossings(strategy, self.cluster)).total_s()
+        body = self._rank_seconds(strategy, micro_batches).total_s()
         if self.call.trains:
             body *= self.call.optimizer_steps
         return factor * (self.timings.hardware.call_overhead_s + body)
@@ -97,11 +82,11 @@ class CallModel:
     def expected(self, strategy: ParallelStrategy, micro_batches: int) -> CallError:
         """By what measured seconds are expected to differ from those computed here."""
         option = self.option_text(strategy, micro_batches) if self.seen else ""
-        if option not in self._seen_options:
-            option = ""  # all that no run has had are alike
-        if option not in self._errors:
-            self._errors[option] = expected(self.seen, self.call.interface_type.value, option, self.error)
-        return self._errors[option]
+        return self._expected(option if option in self._seen_options else "")  # all that no run has had are alike
+
+    @kept
+    def _expected(self, option: str) -> CallError:
+        return expected(self.seen, self.call.interface_type.value, option, self.error)
 
     @cached_property
     def _seen_options(self) -> frozenset[str]:
@@ -124,38 +109,36 @@ class CallModel:
         stages, placed = work.placed.stages, work.placed
         sharded_bytes = max(s.sharded for s in stages) * placed.item if stages else placed.parameter_bytes()
         # An all-gather is half of the ring of an all-reduce.
-        once_s = self.timings.all_reduce(
-            sharded_bytes / 2, strategy.dp, crosses_nodes=crosses.data, per_node=crosses.data_per_node
+        once_s = self.timings.collective(
+            "all_reduce", sharded_bytes / 2, strategy.dp, crosses_nodes=crosses.data, per_node=crosses.data_per_node
         )
         return self.factor * gathers * once_s
 
+    @kept
     def work(self, strategy: ParallelStrategy, micro_batches: int) -> RankWork:
         """The work of a data-parallel rank in one mini-batch."""
-        key = (strategy, micro_batches)
-        if key not in self._works:
-            self._works[key] = RankWork(
-                call=self.call,
-                samples=self.samples // strategy.dp,
-                lengths=self.lengths,
-                placed=self.placed(strategy),
-                micro_batches=micro_batches,
-                known=self._known,
-                known_of_options=self._known_of_options,
-            )
-        return self._works[key]
+        return RankWork(
+            call=self.call,
+            samples=self.samples // strategy.dp,
+            lengths=self.lengths,
+            placed=self.placed(strategy),
+            micro_batches=micro_batches,
+            known=self.known,
+        )
 
+    def _rank_seconds(self, strategy: ParallelStrategy, micro_batches: int) -> RankSeconds:
+        """The seconds of parts of that work."""
+        return RankSeconds(self.work(strategy, micro_batches), self.timings, crossings(strategy, self.cluster))
+
+    @kept
     def placed(self, strategy: ParallelStrategy) -> PlacedModel:
         """The call's model under a strategy."""
-        if strategy not in self._placed:
-            self._placed[strategy] = PlacedModel(self.call.config, strategy, self.dtype, self.features)
-        return self._placed[strategy]
+        return PlacedModel(self.call.config, strategy, self.dtype, self.features)
 
+    @kept
     def static_bytes(self, strategy: ParallelStrategy) -> int:
         """Bytes that a home in this strategy keeps on each device, with the optimizer's states if the call trains."""
-        if strategy not in self._static_bytes:
-            static = self.placed(strategy).static_bytes(trained=self.call.trains, versions=self.versions)
-            self._static_bytes[strategy] = static
-        return self._static_bytes[strategy]
+        return self.placed(strategy).static_bytes(trained=self.call.trains, versions=self.versions)
 
     def least_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
         """Bytes that every plan with this option needs: wherever the model lives, its parameters are here too, with the
@@ -168,19 +151,12 @@ class CallModel:
         home_bytes = work.placed.static_bytes(trained=False) + work.gathered_bytes()
         return min(copy_bytes, home_bytes) + work.dynamic_bytes()
 
-    def mix_within(self, strategy: ParallelStrategy, micro_batches: int, limit_bytes: int) -> ModeRules | None:
+    def mix(self, strategy: ParallelStrategy, micro_batches: int, limit_bytes: int | None) -> ModeRules | None:
         """The modes of operators with which this training, computed otherwise as here with ZeRO-1, takes the least time
-        while states, and what is gathered of them, take no more than `limit_bytes`; None: there are none."""
-        return self._chooser(strategy, micro_batches).within(limit_bytes)
-
-    def smallest_mix(self, strategy: ParallelStrategy, micro_batches: int) -> ModeRules | None:
-        """The modes of operators with which this training needs the least memory."""
-        return self._chooser(strategy, micro_batches).smallest()
-
-    def _chooser(self, strategy: ParallelStrategy, micro_batches: int) -> Chooser:
-        work = self.work(strategy, micro_batches)
-        seconds = RankSeconds(work, self.timings, crossings(strategy, self.cluster))
-        return Chooser(work, tuple(seconds.exchange(stage) for stage in range(strategy.pp)))
+        while states, and what is gathered of them, take no more than `limit_bytes` (None: with which they take the
+        least memory); None: there are none."""
+        parts = self._rank_seconds(strategy, micro_batches)
+        return Chooser(parts.work, tuple(map(parts.exchange, range(strategy.pp)))).rules(limit_bytes)
 
     def communicators(self, layout: Layout, *, at_home: bool = True) -> list[Key]:
         """The communicators that the call needs, each once; away from home it finds whole parameters."""

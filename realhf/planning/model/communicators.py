@@ -23,18 +23,12 @@ WORLD, MOVES, DATA = 0, 1, 2
 def axes_used(call: ModelFunctionCallDef, strategy: ParallelStrategy, *, gathers_parameters: bool) -> tuple[Axis, ...]:
     """The axes of more than one rank along which `call` communicates under `strategy`; `gathers_parameters`: it finds
     them divided over the data-parallel ranks."""
-    return _axes_used(strategy, call.trains, gathers_parameters, call.config.tied_embeddings)
-
-
-@lru_cache(maxsize=65536)
-def _axes_used(s: ParallelStrategy, trains: bool, gathers_parameters: bool, is_tied: bool) -> tuple[Axis, ...]:
-    norm: Axis = "model"  # that sums the norm of gradients
     used: dict[Axis, bool] = {
-        "tensor": s.tp > 1,
-        "stages": s.pp > 1,
-        "data": s.dp > 1 and (trains or gathers_parameters),
-        norm: s.size > 1 and trains,
-        "tied": s.pp > 1 and trains and is_tied,
+        "tensor": strategy.tp > 1,
+        "stages": strategy.pp > 1,
+        "data": strategy.dp > 1 and (call.trains or gathers_parameters),
+        "model": strategy.size > 1 and call.trains,  # sums the norm of gradients
+        "tied": strategy.pp > 1 and call.trains and call.config.tied_embeddings,
     }
     return tuple(axis for axis, is_used in used.items() if is_used)
 
@@ -74,31 +68,20 @@ def of_all_devices(num_devices: int, *, moves: bool) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _digits(strategy: ParallelStrategy, axis: Axis) -> Digits:
-    """Which digits of a rank's place in the mesh differ within a group; see `Layout.device`."""
-    return _merged(_unmerged(strategy, axis))
-
-
-def _unmerged(s: ParallelStrategy, axis: Axis) -> Digits:
+def _digits(s: ParallelStrategy, axis: Axis) -> Digits:
+    """Which digits of a rank's place in the mesh differ within a group (see `Layout.device`): without those of one
+    value, and with neighbours as one digit."""
     places, stages = s.micro_dp
     replicas = s.dp // stages
-    match axis:
-        case "tensor":
-            return ((places, s.tp),)
-        case "data":
-            return (1, places), (places * s.tp, replicas // places), (replicas * s.tp, stages)
-        case "stages":
-            return ((s.dp * s.tp, s.pp),)
-        case "tied":
-            return ((s.dp * s.tp * (s.pp - 1), 2),)
-        case "model":
-            return ((1, s.size),)
-
-
-def _merged(digits: Digits) -> Digits:
-    """Without those of one value, and with neighbours as one digit."""
+    digits: dict[Axis, Digits] = {
+        "tensor": ((places, s.tp),),
+        "data": ((1, places), (places * s.tp, replicas // places), (replicas * s.tp, stages)),
+        "stages": ((s.dp * s.tp, s.pp),),
+        "tied": ((s.dp * s.tp * (s.pp - 1), 2),),
+        "model": ((1, s.size),),
+    }
     merged: list[tuple[int, int]] = []
-    for stride, count in digits:
+    for stride, count in digits[axis]:
         if count == 1:
             continue
         if merged and stride == merged[-1][0] * merged[-1][1]:

@@ -7,7 +7,7 @@ from typing import Any
 from realhf.api.computation import computation_of
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.chunks import LOGITS_BYTES
-from realhf.architecture.compute import DataParallel, ModeRules, Recomputation, Recomputed
+from realhf.architecture.compute import Computation, ModeRules, Recomputation, Recomputed
 from realhf.architecture.decoding import GraphLife, graphs_refusal, page_tokens
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
@@ -110,8 +110,8 @@ class EngineFeatures:
             copies_checkpoints=self.copies_checkpoints and in_host,
         )
 
-    def under(self, compute: CallCompute) -> "EngineFeatures":
-        """The features for a model that a plan computes in this way."""
+    def under(self, compute: CallCompute | Computation) -> "EngineFeatures":
+        """The features for a model that a plan, or its setup, computes in this way."""
         chosen: dict[str, Any] = {
             "recomputation": compute.recomputation,
             "recomputed_layers": compute.recomputed_layers,
@@ -120,7 +120,9 @@ class EngineFeatures:
             "offloads_states": compute.offload_states and not self.in_host_memory,
         }
         chosen = {field: value for field, value in chosen.items() if value is not None}
-        return replace(self, **chosen, **_division(compute.data_parallel))
+        if (way := compute.data_parallel) is not None:
+            chosen |= {"fully_sharded": way == "fsdp", "modes": way if isinstance(way, tuple) else None}
+        return replace(self, **chosen)
 
     def page_tokens(self, model: DecoderConfig, dtype: DType) -> int:
         """Tokens in a page of the KV cache."""
@@ -133,14 +135,6 @@ class EngineFeatures:
     def keeps_cache(self, model: DecoderConfig, decode_graphs: GraphLife) -> bool:
         """Whether a call with this option leaves its KV cache where it is, for the graphs of the next one."""
         return decode_graphs == "kept" and self.replays(model, decode_graphs) and not self.divides_parameters
-
-
-def _division(data_parallel: DataParallel | None) -> dict[str, Any]:
-    """The features that say what data parallelism divides."""
-    if data_parallel is None:
-        return {}
-    modes = data_parallel if isinstance(data_parallel, tuple) else None
-    return {"fully_sharded": data_parallel == "fsdp", "modes": modes}
 
 
 ENGINE = EngineFeatures()
@@ -162,20 +156,12 @@ FEATURES: dict[str, tuple[str, Any, Any]] = {
 WITHOUT = "no-"
 
 
-def of_setup(setup: ModelSetup, engine: EngineFeatures = ENGINE) -> EngineFeatures:
-    """The features of `engine` for a model of this setup: the one place where a setup's choices become costs."""
-    optimizer, compute = setup.optimizer, computation_of("", setup)
+def of_setup(setup: ModelSetup) -> EngineFeatures:
+    """The engine's features for a model of this setup: the one place where a setup's choices become costs."""
+    engine = ENGINE.under(computation_of("", setup))
     if setup.backend == TRANSFORMERS:  # its logits are whole tensors, and no decode step is recorded
         engine = replace(engine, full_logits=True, response_logits=False, logits_chunk_bytes=None, cuda_graphs=False)
-    return replace(
-        engine,
-        **_division(compute.data_parallel),
-        prefetch=compute.prefetch,
-        sequence_parallel=compute.sequence_parallel,
-        recomputation=compute.recomputation,
-        offloads_states=compute.offload_states,
-        fp32_gradients=engine.fp32_gradients if optimizer is None else optimizer.fp32_gradients,
-    )
+    return engine if setup.optimizer is None else replace(engine, fp32_gradients=setup.optimizer.fp32_gradients)
 
 
 def with_features(names: Sequence[str], engine: EngineFeatures = ENGINE) -> EngineFeatures:

@@ -4,12 +4,13 @@ shrinks as responses end."""
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, read_file
+from realhf.base.kept import kept
 from realhf.base.numbers import TOKENS
 
 REMEDY = "give a file with the tokens of one response a line, such as 417"
@@ -34,7 +35,6 @@ class LengthDistribution:
 
     lengths: tuple[int, ...]
     shares: tuple[float, ...]
-    _phases: dict[float, tuple[DecodePhase, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, lengths: Iterable[int]) -> "LengthDistribution":
@@ -75,6 +75,7 @@ class LengthDistribution:
         has t (an order statistic)."""
         return 1 + math.fsum(phase.steps for phase in self.decode_phases(sequences))
 
+    @kept
     def decode_phases(self, sequences: float) -> tuple[DecodePhase, ...]:
         """The steps after the first token until the last of `sequences` responses has ended.
 
@@ -82,11 +83,6 @@ class LengthDistribution:
         add up to the expected ones. A phase ends where the share of running sequences halves, at the latest where one
         of all is expected to run.
         """
-        if sequences not in self._phases:
-            self._phases[sequences] = tuple(self._decode_phases(sequences))
-        return self._phases[sequences]
-
-    def _decode_phases(self, sequences: float) -> Iterable[DecodePhase]:
         last = math.ceil(math.log2(max(sequences, 1)))
         sums: dict[int, tuple[float, float, float]] = {}
         before, survives = 1, 1.0  # tokens that all responses have so far, and the share that has more
@@ -100,9 +96,9 @@ class LengthDistribution:
             more = (steps * any_runs, running, running * (before + length - 1) / 2)
             sums[phase] = (old[0] + more[0], old[1] + more[1], old[2] + more[2])
             before, survives = length, survives - share
-        for all_steps, running, tokens in sums.values():
-            if all_steps:
-                yield DecodePhase(all_steps, running / all_steps, tokens / running)
+        return tuple(
+            DecodePhase(steps, running / steps, tokens / running) for steps, running, tokens in sums.values() if steps
+        )
 
     def _moment(self, power: int) -> float:
         return math.fsum(share * length**power for length, share in zip(self.lengths, self.shares, strict=True))

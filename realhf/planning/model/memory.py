@@ -6,6 +6,7 @@ from functools import cached_property
 
 from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
+from realhf.base.kept import kept
 from realhf.geometry.layout import ParallelStrategy, stage_layers
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.osdp.units import StageUnits, by_stage
@@ -60,30 +61,27 @@ class PlacedModel:
         data-parallel group's.
         """
         features, state_bytes = self.features, self.features.state_bytes(self.dtype)
-        kept = self._kept_elements(trained=trained)
+        elements = self._kept_elements(trained=trained)
         if not trained:
-            return versions * kept * self.item
+            return versions * elements * self.item
         states = 0 if features.offloads_states else self.updated_elements() * state_bytes
         written = self.elements(is_divided=True) if features.copies_checkpoints else 0
         return (
-            kept * (self.item + features.gradient_bytes(self.dtype))
+            elements * (self.item + features.gradient_bytes(self.dtype))
             + states + written * (self.item + state_bytes)
         )  # fmt: skip
 
     def offloaded_bytes(self, *, trained: bool, versions: int = 1) -> int:
         """Bytes that move between a device and host memory: `static_bytes` without gradients and copies."""
         without_copies = replace(self, features=replace(self.features, copies_checkpoints=False))
-        kept = without_copies.static_bytes(trained=trained, versions=versions)
+        static_bytes = without_copies.static_bytes(trained=trained, versions=versions)
         elements = self._kept_elements(trained=True) if trained else 0
-        return kept - elements * self.features.gradient_bytes(self.dtype)
+        return static_bytes - elements * self.features.gradient_bytes(self.dtype)
 
+    @kept
     def elements(self, *, is_divided: bool = False) -> int:
         """Parameters, whole or divided over dp."""
-        return math.ceil(self._whole_elements / (self.strategy.dp if is_divided else 1))
-
-    @cached_property
-    def _whole_elements(self) -> int:
-        return model_sizes(self.model).largest(self.strategy)
+        return math.ceil(model_sizes(self.model).largest(self.strategy) / (self.strategy.dp if is_divided else 1))
 
     def _kept_elements(self, *, trained: bool) -> int:
         """Parameters that the device keeps, and of a training their gradients."""
@@ -100,8 +98,8 @@ class PlacedModel:
     def _fullest(self, *, trained: bool) -> StageUnits:
         """The stage whose devices keep the most bytes."""
         states = 0 if self.features.offloads_states else self.features.state_bytes(self.dtype)
-        kept = self.item + self.features.gradient_bytes(self.dtype)
-        return max(self.stages, key=lambda stage: kept * stage.kept + states * stage.updated if trained else stage.kept)
+        both = self.item + self.features.gradient_bytes(self.dtype)  # parameter and gradient
+        return max(self.stages, key=lambda stage: both * stage.kept + states * stage.updated if trained else stage.kept)
 
     def chunk_bytes(self) -> int:
         """Bytes on the device during an optimizer step whose states wait in host memory."""

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
-from typing import NamedTuple
+from itertools import chain, groupby
 
 from realhf.architecture.compute import ModeRules, modes_text
 from realhf.architecture.model import DecoderConfig
+from realhf.base.kept import kept
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.operators import EMBEDDING, NORMS, can_be_cut, cut_dim, kind_of, operators
 from realhf.planning import _search
@@ -18,6 +18,7 @@ from realhf.planning.model.osdp.exchange import Exchange
 from realhf.planning.model.osdp.problem import MOST_SLICES, SMALLEST_SLICED_BYTES
 from realhf.planning.model.osdp.units import Modes, Shapes, by_stage, operators_on, slice_elements, vector_elements
 from realhf.planning.model.rank_work import HOLES, RankWork
+from realhf.planning.model.sizes import model_sizes
 
 SLICES = (1, 2, 4, 8)  # of a large operator; the best number depends on the memory for gathered parts
 # Parts of the memory that sharding all states would save, where other calls share the devices.
@@ -62,14 +63,7 @@ class _Slice:
 
 
 _Row = tuple[int, int, tuple[tuple[float, int, bool], ...]]  # as `_search.solve_osdp` takes an operator
-
-
-class _Cut(NamedTuple):
-    """The operators of a stage, each group in a number of slices: what a slice takes, and the rows of the solver."""
-
-    numbers: Mapping[_Alike, int]
-    parts: Mapping[_Alike, _Slice]
-    rows: tuple[_Row, ...]
+_Numbers = Mapping[_Alike, int]  # of slices, by group of the operators of a stage
 
 
 class Chooser:
@@ -81,22 +75,17 @@ class Chooser:
         placed = work.placed
         self._model, self._strategy, self._features = placed.model, placed.strategy, placed.features
         self._item, self._gradient = placed.item, placed.features.gradient_bytes(placed.dtype)
-        self._slices: dict[tuple[str, Shapes, bool, int, int], _Slice] = {}
         self._state = 0 if self._features.offloads_states else placed.features.state_bytes(placed.dtype)
 
-    def within(self, limit_bytes: int) -> ModeRules | None:
-        """The modes that take the least time with states, and what is gathered of them, in `limit_bytes`; None where
-        none are so small."""
-        return self._choice(limit_bytes)
+    def rules(self, limit_bytes: int | None) -> ModeRules | None:
+        """The modes that take the least time with states, and what is gathered of them, in `limit_bytes` (None: those
+        that need the least memory); None where none are so small.
 
-    def smallest(self) -> ModeRules | None:
-        """The modes that need the least memory."""
-        return self._choice(None)
-
-    def _choice(self, limit_bytes: int | None) -> ModeRules | None:
-        """Of all stages: those with the same tied embedding have it in one mode, which the fuller of them chooses."""
+        Stages with the same tied embedding have it in one mode, which the fuller of them chooses.
+        """
         last = self._strategy.pp - 1
-        ends = sorted({0, last}, key=lambda stage: -self._elements(stage))
+        sizes, tp, pp = model_sizes(self._model), self._strategy.tp, self._strategy.pp
+        ends = sorted({0, last}, key=lambda stage: -sizes.on_stage(tp, pp, stage))
         found: dict[str, Modes] = {}
         for stage in [*ends, *range(1, last)]:
             modes = self._on_stage(stage, limit_bytes, found.get(EMBEDDING) if stage in ends[1:] else None)
@@ -105,39 +94,36 @@ class Chooser:
             found |= modes
         return compact(found, self._model)
 
-    def _elements(self, stage: int) -> int:
-        shapes = operators_on(self._model, self._strategy, stage).values()
-        return sum(math.prod(shape) for tensors in shapes for shape in tensors)
-
     def _on_stage(self, stage: int, limit_bytes: int | None, of_embedding: Modes | None) -> dict[str, Modes] | None:
         """By operator of a stage. The tied embedding has the modes of the other stage that has it."""
         if limit_bytes is None:
             cuts = self._cuts(stage, of_embedding)
-            limit = min(_search.solve_osdp(cut.rows, 0)["smallest_fixed_bytes"] for cut in cuts)
+            limit = min(_search.solve_osdp(rows, 0)["smallest_fixed_bytes"] for _, rows in cuts)
         else:
             limit = limit_bytes - self._fixed_bytes(stage)
         best: tuple[float, dict[str, Modes]] | None = None
-        for cut in self._cuts(stage, of_embedding):
-            solved = _solved(cut.rows, limit)
+        for numbers, rows in self._cuts(stage, of_embedding):
+            solved = _solved(rows, limit)
             if solved is not None:
                 if best is not None and solved[0] >= best[0]:
                     break  # with more slices, more messages
-                best = solved[0], self._modes(cut, solved[1], stage)
+                best = solved[0], self._modes(numbers, solved[1], stage)
         return None if best is None else best[1]
 
-    def _cuts(self, stage: int, of_embedding: Modes | None) -> Iterator[_Cut]:
-        """The operators of a stage in each number of slices, the fewest first, as long as some can be cut so far."""
+    def _cuts(self, stage: int, of_embedding: Modes | None) -> Iterator[tuple[_Numbers, tuple[_Row, ...]]]:
+        """The operators of a stage in each number of slices, the fewest first, as long as some can be cut so far, with
+        the rows of the solver."""
         for slices in SLICES:
             numbers = {group: self._slices_of(group, slices) for group in self._groups(stage)}
             if slices > 1 and max(numbers.values(), default=1) < slices:
                 break
-            parts = {group: self._slice(group, number, stage) for group, number in numbers.items()}
-            rows = tuple(
-                row
+            rows = (
+                _rows(
+                    group, number, self._slice(group, number, stage), of_embedding if group.kind == EMBEDDING else None
+                )
                 for group, number in numbers.items()
-                for row in _rows(group, number, parts[group], of_embedding if group.kind == EMBEDDING else None)
             )
-            yield _Cut(numbers, parts, rows)
+            yield numbers, tuple(chain.from_iterable(rows))
 
     def _groups(self, stage: int) -> "tuple[_Alike, ...]":
         return _alike(self._model, self._strategy, stage, self._exchanges[stage].recomputes)
@@ -148,15 +134,10 @@ class Chooser:
         has_so_many = group.can_be_cut and group.shapes[0][cut_dim(group.kind)] >= slices
         return slices if has_so_many and size_bytes >= SMALLEST_SLICED_BYTES else 1
 
+    @kept
     def _slice(self, group: _Alike, number: int, stage: int) -> _Slice:
         """Seconds and bytes of a slice."""
-        key = (group.kind, group.shapes, group.is_recomputed, number, stage)
-        if key not in self._slices:
-            self._slices[key] = self._computed_slice(group, number, self._exchanges[stage])
-        return self._slices[key]
-
-    def _computed_slice(self, group: _Alike, number: int, exchange: Exchange) -> _Slice:
-        dp = self._strategy.dp
+        exchange, dp = self._exchanges[stage], self._strategy.dp
         plain = max(slice_elements(group.shapes, _ZERO1 * number, dp, cut_dim(group.kind)))
         sharded = max(slice_elements(group.shapes, _SHARDED * number, dp, cut_dim(group.kind)))
         kept = self._item + self._gradient
@@ -180,16 +161,17 @@ class Chooser:
         state = placed.features.state_bytes(placed.dtype)
         return math.ceil(elements * (self._item + self._gradient + self._state / dp)) + written * (self._item + state)
 
-    def _modes(self, cut: _Cut, sharded: tuple[int, ...], stage: int) -> dict[str, Modes]:
+    def _modes(self, numbers: _Numbers, sharded: tuple[int, ...], stage: int) -> dict[str, Modes]:
         """By operator, from the numbers of sharded slices in the solver's rows. Slices of operators that are alike are
         alike: the first layers are sharded, each in as few slices as the largest gather allows."""
         counts: Counter[_Alike] = Counter()
         left = iter(sharded)
-        for group, number in cut.numbers.items():
+        for group, number in numbers.items():
             counts[group] = sum(next(left) for _ in _in_rows(group, number))
-        most = max((cut.parts[group].gather_bytes for group, count in counts.items() if count), default=0)
+        gathers = (self._slice(group, numbers[group], stage).gather_bytes for group, count in counts.items() if count)
+        most = max(gathers, default=0)
         modes: dict[str, Modes] = {}
-        for group, number in cut.numbers.items():
+        for group, number in numbers.items():
             fewest = next(
                 few
                 for few in (*(each for each in SLICES if each < number), number)

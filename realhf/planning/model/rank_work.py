@@ -10,6 +10,7 @@ import msgspec
 
 from realhf.architecture.chunks import PREFILL_TOKENS, RING_BYTES, SHORTEST_SHARED
 from realhf.architecture.compute import Recomputed
+from realhf.base.kept import kept
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
 from realhf.geometry.pipeline_schedule import training_order
@@ -26,7 +27,6 @@ WORKER_BYTES = 16 << 20
 # Of what malloc gave: between tensors of different sizes that come and go there are holes, of at most an eighth of them
 # where a hole's size fits again (`csrc/memory`); measured 4 to 9 %.
 HOLES = 1 / 8
-KEEPS_ALL = Recomputed()
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
@@ -38,22 +38,18 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
     placed: PlacedModel
     micro_batches: int
     known: dict[Hashable, float] = msgspec.field(default_factory=dict)
-    known_of_options: dict[Hashable, dict[Hashable, float]] = msgspec.field(default_factory=dict)
 
     def once(self, what: Hashable, compute: Callable[[], float]) -> float:
         """`compute()`, which does not depend on how data parallelism divides the model, on where its states lie, nor,
         beyond `what`, on chunks: options that differ in these alone share what is known of a training."""
         if not self.call.trains:
             return compute()
-        if what not in self._shared:
-            self._shared[what] = compute()
-        return self._shared[what]
-
-    @cached_property
-    def _shared(self) -> dict[Hashable, float]:
         strategy, features = self.placed.strategy, self.placed.features
         degrees = (strategy.dp, strategy.tp, strategy.pp, self.micro_batches)
-        return self.known_of_options.setdefault((degrees, features.recomputed, features.sequence_parallel), {})
+        key = (what, degrees, features.recomputed, features.sequence_parallel)
+        if key not in self.known:
+            self.known[key] = compute()
+        return self.known[key]
 
     @cached_property
     def parts(self) -> int:
@@ -137,6 +133,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
 
         return self.parts_in_flight * per_part / sharing * max(map(of_group, prompts)) * page
 
+    @kept
     def dynamic_bytes(self) -> float:
         """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters, and
         without what an inference or a generation gathers (`gathered_bytes`); lengths are the maxima.
@@ -152,10 +149,6 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         In host memory also HOLES, WORKER_BYTES and, with several stages, the RING_BYTES of their messages. A call that
         does not use its model: nothing.
         """
-        return self._dynamic_bytes
-
-    @cached_property
-    def _dynamic_bytes(self) -> float:
         if not self.call.uses_model:
             return 0.0
         allocated = self._generation_bytes() if self.call.generates else self._passes_bytes()
@@ -228,7 +221,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         gradient = largest_weight(model, strategy.tp) * placed.item
 
         def stage_bytes(stage: int) -> float:
-            in_flight = layers_in_flight(model.num_layers, strategy, stage, self.micro_batches, features.recomputed)
+            pipeline = (strategy.pp, strategy.chunks, stage)
+            in_flight = layers_in_flight(model.num_layers, *pipeline, self.micro_batches, features.recomputed)
             kept = max(kept_bytes(model, *item_and_tp, layers, features) for layers in in_flight)
             sizes = map(len, chunk_layers(model.num_layers, strategy, stage))
             whole = min(size - features.recomputed.count(size) for size in sizes)
@@ -250,8 +244,9 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         return size_bytes if chunk is None else min(size_bytes, chunk)
 
 
+@lru_cache(maxsize=4096)
 def layers_in_flight(
-    num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int, recomputed: Recomputed = KEEPS_ALL
+    num_layers: int, pp: int, chunks: int, stage: int, micro_batches: int, recomputed: Recomputed
 ) -> tuple[InFlight, ...]:
     """The most layers that wait on a stage for their backward pass: no moment has more of one kind and no less of the
     other than each of these.
@@ -259,19 +254,11 @@ def layers_in_flight(
     (Interleaved) 1F1B: without chunks those of pp - stage micro-batches, at most of all (Narayanan et al., 2021,
     section 2.2); with chunks those of pp micro-batches on the first stage too, but more on the others.
     """
-    # The third pp micro-batches find as many in flight as the second.
-    rounds = min(micro_batches, 2 * strategy.pp)
-    return _layers_in_flight(num_layers, strategy.pp, strategy.chunks, stage, rounds, recomputed)
-
-
-@lru_cache(maxsize=4096)
-def _layers_in_flight(
-    num_layers: int, pp: int, chunks: int, stage: int, micro_batches: int, recomputed: Recomputed
-) -> tuple[InFlight, ...]:
     sizes = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(pp=pp, chunks=chunks), stage)]
     again = [recomputed.count(size) for size in sizes]
     moments, whole, computed_again = set[InFlight](), 0, 0
-    for run in training_order(pp, stage, chunks, micro_batches):
+    # The third pp micro-batches find as many in flight as the second.
+    for run in training_order(pp, stage, chunks, min(micro_batches, 2 * pp)):
         sign = 1 if run.is_forward else -1
         whole += sign * (sizes[run.chunk] - again[run.chunk])
         computed_again += sign * again[run.chunk]

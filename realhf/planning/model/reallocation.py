@@ -147,23 +147,20 @@ def grouped_reallocations(
     move: Reallocation, homes: Sequence[Placement], targets: Sequence[Layout]
 ) -> Iterator[tuple[int, float]]:
     """Where a table of homes x targets, row-major, has grouped layouts: the place, and the seconds that they take."""
-    on_mesh: dict[object, list[tuple[int, int]]] = {}  # (column, number of the strategy)
-    numbers: dict[ParallelStrategy, int] = {}
+    columns: dict[DeviceMesh, list[int]] = {}
     for column, target in enumerate(targets):
-        number = numbers.setdefault(target.strategy, len(numbers))
-        on_mesh.setdefault(target.mesh, []).append((column, number))
-    taken: dict[tuple[int, int, bool], float | None] = {}  # wherever the mesh lies
+        columns.setdefault(target.mesh, []).append(column)
+    taken: dict[tuple[ParallelStrategy, ParallelStrategy, bool], float | None] = {}  # wherever the mesh lies
     for row, (home, divided) in enumerate((placement.layout, placement.divided) for placement in homes):
         if divided > 1:
             continue  # it moves nearly all, with groups or without
-        crosses, first = move.cluster.crosses_nodes(home.mesh.devices), row * len(targets)
-        from_number = numbers.setdefault(home.strategy, len(numbers))
-        for column, number in on_mesh.get(home.mesh, []):
-            key = (from_number, number, crosses)
+        crosses = move.cluster.crosses_nodes(home.mesh.devices)
+        for column in columns.get(home.mesh, []):
+            target = targets[column]
+            key = (home.strategy, target.strategy, crosses)
             if key not in taken:
-                target = targets[column]
                 has_groups = target != home and grouped(home, target, move.model.num_layers, move.cluster)
                 moved = moved_to_groups(move.model, home.strategy, target.strategy) if has_groups else None
                 taken[key] = None if moved is None else move.seconds(moved, home.mesh, crosses_nodes=crosses)
             if (seconds := taken[key]) is not None:
-                yield first + column, seconds
+                yield row * len(targets) + column, seconds

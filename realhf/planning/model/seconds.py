@@ -13,9 +13,10 @@ from realhf.geometry.operators import EMBEDDING, HEAD
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.lengths import DecodePhase
 from realhf.planning.model.osdp.exchange import Exchange
+from realhf.planning.model.profile import CollectiveKind
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import model_sizes, operator_parts
-from realhf.planning.model.timings import ProfiledTimings, Timings
+from realhf.planning.model.timings import ProfiledTimings, TensorGroup, Timings
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RankSeconds:
         self.placed, self.lengths, self.micro_batches = work.placed, work.lengths, work.parts
         self.model, self.strategy, self.features = work.placed.model, work.placed.strategy, work.placed.features
         self.work, self.timings, self.crosses = work, timings, crosses
+        self.group = TensorGroup(self.strategy.tp, crosses.tensor)
         self.sequences = work.samples / work.parts  # in one micro-batch
 
     def total_s(self) -> float:
@@ -70,7 +72,7 @@ class RankSeconds:
         """Forward and backward of the micro-batches (1F1B), what data parallelism exchanges, AdamW."""
         tokens, strategy, length = self.work.rows, self.strategy, self.lengths.attended
         pipeline = self.work.once(
-            ("pipeline", strategy.chunks),
+            ("pipeline", strategy.chunks, self.crosses.tensor, self.crosses.pipeline),
             lambda: self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=True))),
         )
         overheads_s = self.timings.overheads.train_s + self.timings.hardware.mini_batch_s
@@ -90,7 +92,8 @@ class RankSeconds:
             exchange_s = self._of_all_s(gradient)
         if sizes.tied and strategy.pp > 1:  # both copies of the embedding need the sum of their gradients
             embedding_bytes = sizes.embedding_sharded // strategy.tp * gradient
-            exchange_s += self.timings.all_reduce(embedding_bytes, 2, crosses_nodes=self.crosses.pipeline)
+            crosses = self.crosses.pipeline
+            exchange_s += self.timings.collective("all_reduce", embedding_bytes, 2, crosses_nodes=crosses)
         return exchange_s
 
     def _of_all_s(self, gradient: int) -> float:
@@ -100,16 +103,16 @@ class RankSeconds:
         size_bytes = parameters * ((gradient + self.placed.item) / 2 if self.features.zero1 else gradient)
         if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once
             size_bytes = self.micro_batches * parameters * (2 * self.placed.item + gradient) / 2
-        return self._over_data(self.timings.all_reduce)(size_bytes)
+        return self._over_data("all_reduce")(size_bytes)
 
     def exchange(self, stage: int) -> Exchange:
         """What data parallelism exchanges on a stage where operators have modes of their own. Behind computation a
         gather is hidden on GPUs alone (`EngineFeatures.prefetch`)."""
         hides = self.features.prefetch and self.features.on_gpus
         return Exchange(
-            all_reduce=self._over_data(self.timings.all_reduce),
-            all_gather=self._over_data(self.timings.all_gather),
-            reduce_scatter=self._over_data(self.timings.reduce_scatter),
+            all_reduce=self._over_data("all_reduce"),
+            all_gather=self._over_data("all_gather"),
+            reduce_scatter=self._over_data("reduce_scatter"),
             micro_batches=self.micro_batches,
             item=self.placed.item,
             gradient=self.features.gradient_bytes(self.placed.dtype),
@@ -123,30 +126,23 @@ class RankSeconds:
         chunks, recomputed = chunk_layers(self.model.num_layers, self.strategy, stage), self.features.recomputed
         return frozenset(layer for chunk in chunks for layer in chunk[: recomputed.count(len(chunk))])
 
-    def _num_recomputed(self, stage: int, layers: int) -> int:
-        """How many of a stage's `layers` are recomputed."""
-        recomputed = self.features.recomputed
-        return recomputed.count(layers) if recomputed.layers is None else len(self.recomputed_layers(stage))
-
-    def _over_data(self, collective: Callable[..., float]) -> Callable[[float], float]:
-        """A collective of the data-parallel group."""
-        crosses = self.crosses
-        return partial(
-            collective, group_size=self.strategy.dp, crosses_nodes=crosses.data, per_node=crosses.data_per_node
+    def _over_data(self, kind: CollectiveKind) -> Callable[[float], float]:
+        """A collective of the data-parallel group, by the bytes of its vector."""
+        collective, dp, crosses = self.timings.collective, self.strategy.dp, self.crosses
+        return lambda size_bytes: collective(
+            kind, size_bytes, dp, crosses_nodes=crosses.data, per_node=crosses.data_per_node
         )
 
     def _operators_s(self, stage: int, *, backward: bool) -> dict[str, float]:
         """What an operator of each kind takes of one micro-batch: a layer's seconds by the parameters that a token goes
         through."""
-        tp, crosses, tokens = self.strategy.tp, self.crosses.tensor, self.work.rows
-        layer_s = self.timings.layer(
-            tokens, self.lengths.attended, tp, backward=backward, tp_crosses_nodes=crosses, trains=True
-        )
+        tokens = self.work.rows
+        layer_s = self.timings.layer(tokens, self.lengths.attended, self.group, backward=backward, trains=True)
         seconds = {kind: part * layer_s for kind, part in operator_parts(self.model).items()}
         if stage == 0:
-            seconds[EMBEDDING] = self.timings.embedding(tokens, tp, backward=backward, tp_crosses_nodes=crosses)
+            seconds[EMBEDDING] = self.timings.embedding(tokens, self.group, backward=backward)
         if stage == self.strategy.pp - 1:
-            seconds[HEAD] = self.timings.head(self._head_tokens, tp, backward=backward, tp_crosses_nodes=crosses)
+            seconds[HEAD] = self.timings.head(self._head_tokens, self.group, backward=backward)
         return seconds
 
     def _updated(self) -> float:
@@ -223,59 +219,42 @@ class RankSeconds:
 
     def _computed_s(self, stage: int, tokens: float, length: float, *, train: bool, head_tokens: float | None) -> float:
         """`_stage_s` without messages: the same for many options, as for twice dp and half the micro-batches."""
-        tp, pp, features = self.strategy.tp, self.strategy.pp, self.features
+        pp, features = self.strategy.pp, self.features
         layers = len(stage_layers(self.model.num_layers, pp, stage))
         head = self._head_tokens if head_tokens is None else head_tokens
-        again = self._num_recomputed(stage, layers) if train else 0
-        place = (layers, again, stage == 0, stage == pp - 1, head, tp, self.crosses.tensor)
+        again = len(self.recomputed_layers(stage)) if train else 0
+        place = (layers, again, stage == 0, stage == pp - 1, head, self.group)
         key = (place, tokens, length, train, features.recomputation, features.sequence_parallel)
-        if key not in self.work.known:
-            self.work.known[key] = self._uncached_s(
-                stage, tokens, length, layers - again, again, train=train, head=head
-            )
-        return self.work.known[key]
-
-    def _uncached_s(
-        self, stage: int, tokens: float, length: float, layers: int, again: int, *, train: bool, head: float
-    ) -> float:
-        """Of a stage with so many layers, and so many more that are recomputed."""
-        tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
+        if key in self.work.known:
+            return self.work.known[key]
         overheads = self.timings.overheads
         seconds = overheads.train_micro_batch_s if train else overheads.forward_micro_batch_s
-        seconds += again * self._layer_s(tokens, length, train, self.features.recomputation)
-        seconds += layers * self._layer_s(tokens, length, train, "off")
+        seconds += again * self._layer_s(tokens, length, train, features.recomputation)
+        seconds += (layers - again) * self._layer_s(tokens, length, train, "off")
         for backward in (False, True) if train else (False,):
             if stage == 0:
-                seconds += self.timings.embedding(tokens, tp, backward=backward, tp_crosses_nodes=crosses)
+                seconds += self.timings.embedding(tokens, self.group, backward=backward)
             if stage == pp - 1:
-                seconds += self.timings.head(head, tp, backward=backward, tp_crosses_nodes=crosses)
+                seconds += self.timings.head(head, self.group, backward=backward)
+        self.work.known[key] = seconds
         return seconds
 
     def _layer_s(self, tokens: float, length: float, train: bool, recomputation: Recomputation) -> float:
         """One layer, forward, and backward with what it computes again for training: much the same for many options."""
-        tp, crosses, features = self.strategy.tp, self.crosses.tensor, self.features
-        key = ("layer", tokens, length, tp, crosses, train, recomputation, features.sequence_parallel)
-        if key not in self.work.known:
-            seconds = 0.0
-            for backward in (False, True) if train else (False,):
-                seconds += self.timings.layer(
-                    tokens, length, tp, backward=backward, tp_crosses_nodes=crosses, trains=train
-                )
-                if train:
-                    seconds += self._unmeasured_s
-            self.work.known[key] = seconds + self._recomputation_s(tokens, length, recomputation)
-        return self.work.known[key]
-
-    def _recomputation_s(self, tokens: float, length: float, recomputation: Recomputation) -> float:
-        """Seconds that the backward pass of one layer computes again."""
-        tp, crosses = self.strategy.tp, self.crosses.tensor
-        match recomputation:
-            case "full":
-                return self.timings.layer(tokens, length, tp, backward=False, tp_crosses_nodes=crosses, trains=True)
-            case "selective":
-                return self.timings.recomputed(tokens, tp, tp_crosses_nodes=crosses)
-            case "off":
-                return 0.0
+        key = ("layer", tokens, length, self.group, train, recomputation, self.features.sequence_parallel)
+        if key in self.work.known:
+            return self.work.known[key]
+        seconds = 0.0
+        for backward in (False, True) if train else (False,):
+            seconds += self.timings.layer(tokens, length, self.group, backward=backward, trains=train)
+            if train:
+                seconds += self._unmeasured_s
+        if recomputation == "full":
+            seconds += self.timings.layer(tokens, length, self.group, backward=False, trains=True)
+        elif recomputation == "selective":
+            seconds += self.timings.recomputed(tokens, self.group)
+        self.work.known[key] = seconds
+        return seconds
 
     @cached_property
     def _unmeasured_s(self) -> float:
@@ -283,7 +262,7 @@ class RankSeconds:
         becomes an all-gather and a reduce-scatter of the same bytes, so that ranks wait for one another once more."""
         if not (self.features.sequence_parallel and isinstance(self.timings, ProfiledTimings)):
             return 0.0
-        return 2 * self.timings.all_reduce(0.0, self.strategy.tp, crosses_nodes=self.crosses.tensor)
+        return 2 * self.timings.collective("all_reduce", 0.0, self.strategy.tp, crosses_nodes=self.crosses.tensor)
 
     @property
     def _head_tokens(self) -> float:
@@ -293,16 +272,16 @@ class RankSeconds:
 
     def _decode_stage_s(self, phase: DecodePhase, stage: int) -> float:
         """One decode step of one micro-batch on one stage."""
-        tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
+        pp = self.strategy.pp
         layers = len(stage_layers(self.model.num_layers, pp, stage))
         context = self.lengths.prompt_tokens + phase.tokens
         sequences = self.sequences / self.work.cache_turns * phase.share
-        layer_s = self.timings.decode_layer(sequences, context, tp, tp_crosses_nodes=crosses)
+        layer_s = self.timings.decode_layer(sequences, context, self.group)
         seconds = self.timings.overheads.decode_step_s + layers * layer_s
         if stage == 0:
-            seconds += self.timings.embedding(sequences, tp, backward=False, tp_crosses_nodes=crosses)
+            seconds += self.timings.embedding(sequences, self.group, backward=False)
         if stage == pp - 1:
-            seconds += self.timings.head(sequences, tp, backward=False, tp_crosses_nodes=crosses)
+            seconds += self.timings.head(sequences, self.group, backward=False)
             seconds += self.timings.hardware.sampling_s
         if pp > 1:  # hidden states from the stage before, or the drawn tokens from the last
             message = self._send_s(sequences) + self.timings.overheads.message_s

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -32,6 +32,13 @@ NO_OVERHEADS = CallOverheads()
 LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see `Timings.head`
 
 
+class TensorGroup(NamedTuple):
+    """Tensor-parallel ranks: their number, and whether they lie on several nodes."""
+
+    tp: int
+    crosses_nodes: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timings:
     """Seconds on one device for one model type, by a model of the hardware.
@@ -42,8 +49,8 @@ class Timings:
     2.1); causal attention 2 x sequence x hidden a token forward (QK and AV over half the positions).
     `docs/cost_model.md` has all.
 
-    `tokens` are those of one micro-batch on one data-parallel rank. `tp_crosses_nodes`: the tensor-parallel group lies
-    on several nodes. Its all-reduces are part of the times of layers, embedding and head.
+    `tokens` are those of one micro-batch on one data-parallel rank. The all-reduces of the tensor-parallel group are
+    part of the times of layers, embedding and head.
     """
 
     model: DecoderConfig
@@ -53,31 +60,24 @@ class Timings:
     overheads: CallOverheads = NO_OVERHEADS
 
     def layer(
-        self,
-        tokens: float,
-        sequence_length: float,
-        tp: int,
-        *,
-        backward: bool,
-        tp_crosses_nodes: bool,
-        trains: bool,
+        self, tokens: float, sequence_length: float, group: TensorGroup, *, backward: bool, trains: bool
     ) -> float:
         """Forward, or backward without recomputation: twice the compute, passes and launches, the same all-reduces,
         and half of them again where the engine gathers inputs again. `trains`: as part of a training."""
         weights = self._layer_weights(self.model.experts.per_token or 1)
-        flops = tokens * (2 * weights + 2 * sequence_length * self.model.query_size) / tp
+        flops = tokens * (2 * weights + 2 * sequence_length * self.model.query_size) / group.tp
         passes = 2 if backward else 1
-        moved = (self._layer_read_elements(tokens) / tp + tokens * self._product_elements(tp)) * self._item
+        moved = (self._layer_read_elements(tokens) / group.tp + tokens * self._product_elements(group.tp)) * self._item
         compute = self._products(passes * flops, passes * moved)
-        elementwise = passes * tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
+        elementwise = passes * tokens * self.elementwise_bytes(group.tp) / self.hardware.memory_bandwidth
         reduces = 3 if backward and self.features.sequence_parallel and self.features.regathers_inputs else 2
         launches = passes * self.hardware.launch_s(trains=trains or backward)
-        return launches + compute + elementwise + reduces * self._reduce(tokens, tp, tp_crosses_nodes)
+        return launches + compute + elementwise + reduces * self._reduce(tokens, group)
 
-    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+    def recomputed(self, tokens: float, group: TensorGroup) -> float:
         """Seconds of selective recomputation of one layer: all of its forward but products and attention."""
-        elementwise = tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
-        return self.hardware.launch_s(trains=True) + elementwise + 2 * self._reduce(tokens, tp, tp_crosses_nodes)
+        elementwise = tokens * self.elementwise_bytes(group.tp) / self.hardware.memory_bandwidth
+        return self.hardware.launch_s(trains=True) + elementwise + 2 * self._reduce(tokens, group)
 
     def elementwise_bytes(self, tp: int) -> float:
         """Memory traffic of one layer's forward beside its products, a token; every kernel reads and writes its arrays.
@@ -96,11 +96,11 @@ class Timings:
         divided = item * (10 * (query + kv) + 2 * (query + kv) + 5 * self.model.active_intermediate_size)
         return whole / (tp if self.features.sequence_parallel else 1) + divided / tp
 
-    def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+    def embedding(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
         copy = 2 * tokens * self.model.hidden_size * self._item / self.hardware.memory_bandwidth
-        return copy + (0.0 if backward else self._reduce(tokens, tp, tp_crosses_nodes))
+        return copy + (0.0 if backward else self._reduce(tokens, group))
 
-    def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+    def head(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
         """lm: projection and LOGITS_PASSES over the fp32 logits; scalar: one dot product.
 
         The passes: forward widening (1.5), log-softmax (2) and picking the labels; backward as many (softmax minus
@@ -112,31 +112,33 @@ class Timings:
         if self.model.head == "scalar":
             return passes * 2 * tokens * self.model.hidden_size * self._item / self.hardware.memory_bandwidth
         logits_bytes = tokens * self.model.vocab_size * max(self._item, 4)
-        weights = self.model.vocab_size * self.model.hidden_size / tp
+        weights = self.model.vocab_size * self.model.hidden_size / group.tp
         full, chunk = self.features.full_logits, self.features.logits_chunk_bytes
-        is_projected_again = backward and not full and chunk is not None and logits_bytes / tp > chunk
+        is_projected_again = backward and not full and chunk is not None and logits_bytes / group.tp > chunk
         compute = (passes + is_projected_again) * self._products(2 * tokens * weights, weights * self._item)
-        compute += LOGITS_PASSES * logits_bytes / (1 if full else tp) / self.hardware.memory_bandwidth
+        compute += LOGITS_PASSES * logits_bytes / (1 if full else group.tp) / self.hardware.memory_bandwidth
         if backward:
-            return compute + self._reduce(tokens, tp, tp_crosses_nodes)
+            return compute + self._reduce(tokens, group)
         if not full:
             return compute
         gathered = tokens * self.model.vocab_size * self._item
-        per_node = self._tensor_group_per_node(tp)
-        return compute + self.hardware.all_gather_s(gathered, tp, crosses_nodes=tp_crosses_nodes, per_node=per_node)
+        per_node = self._tensor_group_per_node(group.tp)
+        return compute + self.hardware.all_gather_s(
+            gathered, group.tp, crosses_nodes=group.crosses_nodes, per_node=per_node
+        )
 
-    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+    def decode_layer(self, sequences: float, context: float, group: TensorGroup) -> float:
         """One layer of one decode step of `sequences` sequences with `context` tokens in their caches: the layer's
         weights and the KV cache of grouped-query heads are read once."""
-        weights = self._layer_weights(self.model.experts.per_token or 1) / tp
-        cache_bytes = sequences * context * kv_bytes_per_token_layer(self.model, self.dtype) / tp
-        flops = sequences * (2 * weights + 4 * context * self.model.query_size / tp)
-        moved = self._layer_read_elements(sequences) / tp + sequences * self._product_elements(tp)
+        weights = self._layer_weights(self.model.experts.per_token or 1) / group.tp
+        cache_bytes = sequences * context * kv_bytes_per_token_layer(self.model, self.dtype) / group.tp
+        flops = sequences * (2 * weights + 4 * context * self.model.query_size / group.tp)
+        moved = self._layer_read_elements(sequences) / group.tp + sequences * self._product_elements(group.tp)
         compute = self._products(flops, moved * self._item + cache_bytes)
-        elementwise = sequences * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
+        elementwise = sequences * self.elementwise_bytes(group.tp) / self.hardware.memory_bandwidth
         graphs = self.features.cuda_graphs
         launch = self.hardware.decode_graph_launch_s if graphs else self.hardware.decode_launch_s
-        return launch + compute + elementwise + 2 * self._reduce(sequences, tp, tp_crosses_nodes)
+        return launch + compute + elementwise + 2 * self._reduce(sequences, group)
 
     def optimizer(self, parameters: float) -> float:
         """AdamW is bound by memory: it reads the gradient, reads and writes parameter, both states and below fp32 the
@@ -145,22 +147,19 @@ class Timings:
         moved_bytes = 3 * gradient + 2 * self._item + 2 * states  # an element
         return parameters * moved_bytes / self.hardware.memory_bandwidth
 
-    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        return self.hardware.all_reduce_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
-
-    def all_gather(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        """Seconds for a vector of `size_bytes` in all: half of a ring all-reduce."""
-        return self.hardware.all_gather_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
-
-    def reduce_scatter(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        """Seconds for a vector of `size_bytes` in all: half of a ring all-reduce."""
-        return self.hardware.all_gather_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
+    def collective(
+        self, kind: CollectiveKind, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1
+    ) -> float:
+        """Seconds for a vector of `size_bytes` in all; an all-gather or a reduce-scatter is half of a ring all-reduce.
+        `per_node`: see `Hardware.link`."""
+        seconds = self.hardware.all_reduce_s if kind == "all_reduce" else self.hardware.all_gather_s
+        return seconds(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
         return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
 
     def under(self, features: EngineFeatures) -> "Timings":
-        """With other features."""
+        """With other features; what was measured stays as it is."""
         return replace(self, features=features)
 
     @property
@@ -195,12 +194,12 @@ class Timings:
     def _products(self, flops: float, size_bytes: float) -> float:
         return flops / self.hardware.flops(self.dtype) + size_bytes / self.hardware.memory_bandwidth
 
-    def _reduce(self, tokens: float, tp: int, crosses_nodes: bool) -> float:
+    def _reduce(self, tokens: float, group: TensorGroup) -> float:
         """One all-reduce of hidden states (Megatron-LM, section 3: two a layer forward, two backward), or with sequence
         parallelism the same bytes in the reduce-scatter and the all-gather of one ring."""
         size_bytes = tokens * self.model.hidden_size * self._item
-        per_node = self._tensor_group_per_node(tp)
-        return self.hardware.all_reduce_s(size_bytes, tp, crosses_nodes=crosses_nodes, per_node=per_node)
+        per_node = self._tensor_group_per_node(group.tp)
+        return self.hardware.all_reduce_s(size_bytes, group.tp, crosses_nodes=group.crosses_nodes, per_node=per_node)
 
     def _tensor_group_per_node(self, tp: int) -> int:
         """Members of a tensor-parallel group in each node, if it crosses nodes: they are neighbours."""
@@ -214,7 +213,7 @@ class ProfiledTimings(Timings):
     A degree of tensor parallelism that was not measured takes the compute of the next smaller one, divided by the
     ratio, and the all-reduces of the whole group. `recomputed` is the description's: layers are measured whole.
 
-    `factors` scale the seconds of the profile's parts (1 where there is none).
+    `factors` scale the seconds of the profile's parts.
     """
 
     profile: LayerProfile
@@ -225,8 +224,8 @@ class ProfiledTimings(Timings):
         cls, profile: LayerProfile, hardware: Hardware, factors: Mapping[ProfilePart, float] | None = None
     ) -> "ProfiledTimings":
         """On `hardware`, with the measured seconds of a call and of sampling in place of its own."""
-        factors = factors or {}
-        scale = factors.get("overheads", 1.0)
+        factors = dict.fromkeys(PARTS, 1.0) | dict(factors or {})
+        scale = factors["overheads"]
         overheads = {name: scale * seconds for name, seconds in msgspec.structs.asdict(profile.overheads).items()}
         return cls(
             model=profile.model,
@@ -243,20 +242,13 @@ class ProfiledTimings(Timings):
         )
 
     def layer(
-        self,
-        tokens: float,
-        sequence_length: float,
-        tp: int,
-        *,
-        backward: bool,
-        tp_crosses_nodes: bool,
-        trains: bool,
+        self, tokens: float, sequence_length: float, group: TensorGroup, *, backward: bool, trains: bool
     ) -> float:
-        measured = self._measured(tp)
+        measured = self._measured(group.tp)
         curve = measured.layer_backward if backward else measured.layer_forward
-        longer = self._attention_s(tokens, sequence_length - self.profile.sequence_length, tp, backward=backward)
-        seconds = max(self._layers * curve.at(tokens) + longer, 0.0)
-        return self._with_reduces(seconds, tokens, tp, 2, tp_crosses_nodes)
+        longer = self._attention_s(tokens, sequence_length - self.profile.sequence_length, group.tp, backward=backward)
+        seconds = max(self.factors["layers"] * curve.at(tokens) + longer, 0.0)
+        return self._with_reduces(seconds, tokens, group, 2)
 
     def _attention_s(self, tokens: float, attended: float, tp: int, *, backward: bool) -> float:
         """What attention to so many more tokens adds to a layer, or to fewer takes off, at the FLOP/s that the layer
@@ -265,60 +257,48 @@ class ProfiledTimings(Timings):
         curve = measured.layer_backward if backward else measured.layer_forward
         attention = 2 * self.model.query_size  # FLOPs for each token that is attended to
         flops = 2 * self._layer_weights(self.model.experts.per_token or 1) + attention * self.profile.sequence_length
-        return self._layers * curve.at(tokens) * attention * attended / flops / tp
+        return self.factors["layers"] * curve.at(tokens) * attention * attended / flops / tp
 
-    def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
-        measured = self._measured(tp)
+    def embedding(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
+        measured = self._measured(group.tp)
         curve = measured.embedding_backward if backward else measured.embedding_forward
-        seconds = self._layers * curve.at(tokens)
-        return self._with_reduces(seconds, tokens, tp, 0 if backward else 1, tp_crosses_nodes)
+        seconds = self.factors["layers"] * curve.at(tokens)
+        return self._with_reduces(seconds, tokens, group, 0 if backward else 1)
 
-    def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
-        measured = self._measured(tp)
+    def head(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
+        measured = self._measured(group.tp)
         curve = measured.head_backward if backward else measured.head_forward
-        return self._with_reduces(self._layers * curve.at(tokens), tokens, tp, 1, tp_crosses_nodes)
+        return self._with_reduces(self.factors["layers"] * curve.at(tokens), tokens, group, 1)
 
-    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+    def decode_layer(self, sequences: float, context: float, group: TensorGroup) -> float:
         points = [
-            (float(timings.context), timings.seconds.at(sequences)) for timings in self._measured(tp).layer_decode
+            (float(timings.context), timings.seconds.at(sequences)) for timings in self._measured(group.tp).layer_decode
         ]
-        seconds = self._layers * profiles.interpolate(points, context)
-        return self._with_reduces(seconds, sequences, tp, 2, tp_crosses_nodes)
+        seconds = self.factors["layers"] * profiles.interpolate(points, context)
+        return self._with_reduces(seconds, sequences, group, 2)
 
     def optimizer(self, parameters: float) -> float:
-        return self._layers * parameters * self.profile.optimizer_s_per_parameter
+        return self.factors["layers"] * parameters * self.profile.optimizer_s_per_parameter
 
-    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        if group_size == 1 or crosses_nodes or not self._curves["all_reduce"]:
-            return super().all_reduce(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
-        return self._measured_s("all_reduce", size_bytes, group_size)
-
-    def all_gather(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        return self._half("all_gather", size_bytes, group_size, crosses_nodes, per_node)
-
-    def reduce_scatter(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        return self._half("reduce_scatter", size_bytes, group_size, crosses_nodes, per_node)
-
-    def _half(
-        self, kind: CollectiveKind, size_bytes: float, group_size: int, crosses_nodes: bool, per_node: int
+    def collective(
+        self, kind: CollectiveKind, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1
     ) -> float:
-        """Of a collective that the profile may have; a profile that is older than they are has all-reduces alone."""
-        if group_size > 1 and not crosses_nodes and self._curves[kind]:
-            return self._measured_s(kind, size_bytes, group_size)
-        return self.all_reduce(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node) / 2
-
-    def _measured_s(self, kind: CollectiveKind, size_bytes: float, group_size: int) -> float:
-        seconds = profiles.interpolate([(n, curve.at(size_bytes)) for n, curve in self._curves[kind]], group_size)
-        return self._collectives * seconds
+        if group_size > 1 and not crosses_nodes and (curves := self._curves[kind]):
+            seconds = profiles.interpolate([(n, curve.at(size_bytes)) for n, curve in curves], group_size)
+            return self.factors["collectives"] * seconds
+        group: dict[str, Any] = {"crosses_nodes": crosses_nodes, "per_node": per_node}
+        if kind == "all_reduce":
+            return super().collective(kind, size_bytes, group_size, **group)
+        # A profile that is older than the other kinds has all-reduces alone.
+        return self.collective("all_reduce", size_bytes, group_size, **group) / 2
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
-        measured = self.profile.collective("send")
-        if crosses_nodes or not measured:
+        curves = self._curves["send"]
+        if crosses_nodes or not curves:
             return super().send(size_bytes, crosses_nodes=crosses_nodes)
-        return self._collectives * measured[0].seconds.at(size_bytes)
+        return self.factors["collectives"] * curves[0][1].at(size_bytes)
 
     def under(self, features: EngineFeatures) -> "Timings":
-        """Measured timings stay as they are."""
         return self
 
     @property
@@ -326,24 +306,16 @@ class ProfiledTimings(Timings):
         measured = self.profile.reallocation
         if measured is None:
             return self.hardware
-        scale = self.factors.get("reallocation", 1.0)
+        scale = self.factors["reallocation"]
         return msgspec.structs.replace(
             self.hardware,
             intra_node_latency_s=scale * measured.latency_s,
             intra_node_bandwidth=measured.bandwidth / scale,
         )
 
-    @property
-    def _layers(self) -> float:
-        return self.factors.get("layers", 1.0)
-
-    @property
-    def _collectives(self) -> float:
-        return self.factors.get("collectives", 1.0)
-
     @cached_property
     def _curves(self) -> dict[CollectiveKind, list[tuple[float, Curve]]]:
-        """By group size, those of each collective that the profile may have."""
+        """Of each collective that the profile may have: (group size, curve), the smallest group first."""
         return {
             kind: [(float(c.group_size), c.seconds) for c in self.profile.collective(kind)]
             for kind in get_args(CollectiveKind)
@@ -352,14 +324,14 @@ class ProfiledTimings(Timings):
     def _measured(self, tp: int) -> TensorTimings:
         return self.profile.tensor[bisect_right(self.profile.tensor, tp, key=lambda timings: timings.tp) - 1]
 
-    def _with_reduces(self, seconds: float, tokens: float, tp: int, reduces: int, crosses_nodes: bool) -> float:
-        timings = self._measured(tp)
+    def _with_reduces(self, seconds: float, tokens: float, group: TensorGroup, reduces: int) -> float:
+        (tp, crosses_nodes), timings = group, self._measured(group.tp)
         if tp == timings.tp and (tp == 1 or (timings.includes_all_reduce and not crosses_nodes)):
             return seconds
         size_bytes = tokens * self.model.hidden_size * self._item
         if timings.includes_all_reduce and timings.tp > 1:  # take the measured group's own all-reduces out again
-            seconds -= reduces * self.all_reduce(size_bytes, timings.tp, crosses_nodes=False)
-        all_reduces = reduces * self.all_reduce(size_bytes, tp, crosses_nodes=crosses_nodes)
+            seconds -= reduces * self.collective("all_reduce", size_bytes, timings.tp, crosses_nodes=False)
+        all_reduces = reduces * self.collective("all_reduce", size_bytes, tp, crosses_nodes=crosses_nodes)
         return max(seconds, 0.0) * timings.tp / tp + all_reduces
 
 
@@ -386,11 +358,6 @@ class Costs:
 
     def features_of(self, model_name: str) -> EngineFeatures:
         return self.of_models.get(model_name, self.features)
-
-    def of(self, model: DecoderConfig, features: EngineFeatures | None = None) -> Timings:
-        """The timings of a model under `features`; what was measured stays as it is."""
-        timings = self.timings[model]
-        return timings if features is None else timings.under(features)
 
     @property
     def part_spread(self) -> dict[ProfilePart, float]:

@@ -122,7 +122,7 @@ class ParameterTransfers:
 
     def _model(self, model: DecoderConfig, *, forwarding: bool = True) -> Reallocation:
         task = self._task
-        links = task.costs.of(model).links
+        links = task.costs.timings[model].links
         return Reallocation(model, DTYPE_BYTES[task.dtype], task.cluster, links, forwarding)
 
     def _host_copy(self, load: Load, name: str, parents: Parents, *, is_free: bool = False) -> TransferTable:

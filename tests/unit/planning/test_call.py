@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.experience import RunTimes, SeenCall
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.profile import CollectiveKind
 from realhf.planning.model.seconds import RankSeconds
 from realhf.planning.model.workload import Workload
 from tests.unit.planning.graphs import TINY, call, cpu_cluster
@@ -35,7 +36,9 @@ class Rings(RoundTimings):
 
     asked: list[Any] = field(default_factory=list)
 
-    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+    def collective(
+        self, kind: CollectiveKind, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1
+    ) -> float:
         self.asked.append((size_bytes, group_size, crosses_nodes, per_node))
         return size_bytes
 
@@ -177,8 +180,7 @@ def test_a_call_as_a_plan_has_it_computed() -> None:
     assert full.features == replace(on_gpus, recomputation="full", sequence_parallel=True)
     assert full.timings.features == full.features
     assert (full.lengths, full.call, full.samples) == (lengths, TRAIN, 16)
-    assert full._known is model._known
-    assert full._known_of_options is model._known_of_options
+    assert full.known is model.known
     assert full.seconds(ONE, 1) != model.seconds(ONE, 1)
     # Not in training alone: inference divides no tokens.
     infer = modelled(INFER, features=on_gpus).under(CallCompute(sequence_parallel=True, recomputation="full"))
@@ -245,20 +247,13 @@ def test_the_work_of_a_rank() -> None:
     work = model.work(ParallelStrategy(dp=4, tp=2), 3)
     assert (work.samples, work.micro_batches, work.call, work.lengths) == (4, 3, INFER, model.lengths)
     assert work.placed == PlacedModel(TINY, ParallelStrategy(dp=4, tp=2), "float32", model.features)
-    assert work.known is model._known
-    assert work.known_of_options is model._known_of_options
+    assert work.known is model.known
 
 
-def test_a_changed_call_has_computed_nothing_yet() -> None:
-    """What the other one knows does not hold for it."""
+def test_ways_to_compute_a_call_share_what_is_known_of_parts() -> None:
     model = modelled(INFER)
-    model.under(CallCompute(prefetch=False))
-    changed = replace(model, error=0.5)
-    kept = [each.name for each in fields(CallModel) if each.name.startswith("_")]
-    assert len(kept) == 8
-    for name in kept:
-        assert getattr(changed, name) == {}
-        assert getattr(changed, name) is not getattr(model, name)
+    assert model.under(CallCompute(prefetch=False)).known is model.known
+    assert modelled(INFER).known is not model.known
 
 
 def test_a_plan_changes_what_was_computed_before() -> None:

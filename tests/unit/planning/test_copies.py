@@ -70,7 +70,7 @@ def copying(plan: ExecutionPlan) -> ExecutionPlan:
 )
 def test_what_moves_is_what_the_copy_does_not_have(first: CallPlan, second: CallPlan, lacking: int) -> None:
     """In float32. From home the one device that has them sends all parameters."""
-    links, plan = TASK.costs.of(TINY).links, plan_of(first, second)
+    links, plan = TASK.costs.timings[TINY].links, plan_of(first, second)
     from_home, from_copy = predict(TASK, plan), predict(TASK, copying(plan))
     home_s = from_home.transfer_s["actor: train -> second"]
     assert home_s == links.send_s(4 * COUNT, crosses_nodes=False)

@@ -23,9 +23,9 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.profile import CallOverheads
+from realhf.planning.model.profile import CallOverheads, CollectiveKind
 from realhf.planning.model.seconds import RankSeconds, crossings
-from realhf.planning.model.timings import Costs, load_costs
+from realhf.planning.model.timings import Costs, TensorGroup, load_costs
 from realhf.planning.model.workload import Workload
 from tests.unit.planning.graphs import TINY, Stub, call, call_model, cpu_cluster, with_memory, work_of
 
@@ -50,19 +50,21 @@ class RoundTimings:
     def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, **_: bool) -> float:
         return 2.0 if backward else 1.0
 
-    def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+    def embedding(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
         return 20.0 if backward else 10.0
 
-    def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+    def head(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
         return 200.0 if backward else 100.0
 
-    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+    def decode_layer(self, sequences: float, context: float, group: TensorGroup) -> float:
         return 3.0
 
     def optimizer(self, parameters: float) -> float:
         return parameters / 1000
 
-    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+    def collective(
+        self, kind: CollectiveKind, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1
+    ) -> float:
         return size_bytes * (group_size - 1) / 1e6
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
@@ -236,7 +238,7 @@ def test_logits_of_responses_only() -> None:
 
     @dataclass(frozen=True)
     class HeadByTokens(RoundTimings):
-        def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+        def head(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
             return tokens
 
     def head_s(model: DecoderConfig, response_logits: bool) -> float:
@@ -352,7 +354,7 @@ def test_sequences_without_room_for_their_keys_take_turns() -> None:
 
     @dataclass(frozen=True)
     class PerSequence(RoundTimings):
-        def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        def decode_layer(self, sequences: float, context: float, group: TensorGroup) -> float:
             return 1 + sequences / 16
 
     def generation(kv_cache_tokens: int | None) -> float:

@@ -20,7 +20,7 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.lengths import DecodePhase, LengthDistribution, read_lengths
-from realhf.planning.model.timings import Costs, ProfiledTimings, Timings
+from realhf.planning.model.timings import Costs, ProfiledTimings, TensorGroup, Timings
 from realhf.planning.model.workload import Workload, workload_of
 from realhf.planning.what_if import WhatIf
 from tests.unit.planning.graphs import TINY, Stub, call, call_model, cpu_cluster
@@ -34,7 +34,7 @@ CPU = load_hardware("cpu")
 class StepTimings(Timings):
     """A layer of a decode step takes 2, 1 a sequence and 1 / 8 a token in the caches; no head, no embedding."""
 
-    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+    def decode_layer(self, sequences: float, context: float, group: TensorGroup) -> float:
         return 2 + sequences * (1 + context / 8)
 
     def embedding(self, *args: Any, **kwargs: Any) -> float:
@@ -360,7 +360,7 @@ def test_a_profile_holds_for_other_lengths_by_what_attention_adds(backward: bool
     timings = ProfiledTimings.of(profile(), CPU)
 
     def layer_s(length: float) -> float:
-        return timings.layer(64, length, 1, backward=backward, tp_crosses_nodes=False, trains=False)
+        return timings.layer(64, length, TensorGroup(1), backward=backward, trains=False)
 
     own = profile().sequence_length
     curve = profile().tensor[0].layer_backward if backward else profile().tensor[0].layer_forward

@@ -30,7 +30,7 @@ from realhf.planning.model.features import ENGINE, FEATURES, EngineFeatures, of_
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import layers_in_flight
 from realhf.planning.model.sizes import model_sizes
-from realhf.planning.model.timings import load_costs
+from realhf.planning.model.timings import TensorGroup, load_costs
 from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option
 from realhf.planning.problem.builder import build_problem
@@ -196,14 +196,14 @@ def test_dynamic_bytes() -> None:
 def test_layers_in_flight_in_chunks() -> None:
     # Four layers on two stages: F0 F1 F0' F1' on the first, one layer each; F0 F1 F0' on the last, then a backward.
     two = ParallelStrategy(pp=2, chunks=2)
-    assert [layers_in_flight(4, two, stage, 4) for stage in (0, 1)] == [((4, 0),), ((3, 0),)]
-    assert [layers_in_flight(4, two, stage, 1) for stage in (0, 1)] == [((2, 0),), ((2, 0),)]
+    assert [layers_in_flight(4, 2, 2, stage, 4, Recomputed()) for stage in (0, 1)] == [((4, 0),), ((3, 0),)]
+    assert [layers_in_flight(4, 2, 2, stage, 1, Recomputed()) for stage in (0, 1)] == [((2, 0),), ((2, 0),)]
     # Five layers: two in the first chunk of the first stage. B0' F2 B1' F3 leave the first chunk of each micro-batch.
-    assert layers_in_flight(5, two, 0, 4) == ((8, 0),)
-    assert layers_in_flight(5, two, 0, 2) == ((6, 0),)
+    assert layers_in_flight(5, 2, 2, 0, 4, Recomputed()) == ((8, 0),)
+    assert layers_in_flight(5, 2, 2, 0, 2, Recomputed()) == ((6, 0),)
     # The first of each of these four chunks of two layers.
-    assert layers_in_flight(5, two, 0, 4, Recomputed("full", 1)) == ((4, 4),)
-    assert layers_in_flight(5, two, 0, 4, Recomputed("full")) == ((0, 8),)
+    assert layers_in_flight(5, 2, 2, 0, 4, Recomputed("full", 1)) == ((4, 4),)
+    assert layers_in_flight(5, 2, 2, 0, 4, Recomputed("full")) == ((0, 8),)
     train = call("m", TINY, TRAIN_STEP, "x")
     assert need(train, two, 4) == 4 * 10 * (max(4 * LAYER, 3 * LAYER + 3 * 4 * 32) + BACKWARD) + LARGEST
 
@@ -217,8 +217,8 @@ def test_no_more_layers_are_in_flight_later(pp: int, chunks: int, micro_batches:
         for run in training_order(pp, stage, chunks, micro_batches):
             live += layers[run.chunk] if run.is_forward else -layers[run.chunk]
             peak = max(peak, live)
-        assert layers_in_flight(num_layers, strategy, stage, micro_batches) == ((peak, 0),)
-        parts = layers_in_flight(num_layers, strategy, stage, micro_batches, Recomputed("full", 1))
+        assert layers_in_flight(num_layers, pp, chunks, stage, micro_batches, Recomputed()) == ((peak, 0),)
+        parts = layers_in_flight(num_layers, pp, chunks, stage, micro_batches, Recomputed("full", 1))
         assert max(map(sum, parts)) == peak
         if chunks == 1:
             assert peak == min(micro_batches, pp - stage) * layers[0]
@@ -449,8 +449,8 @@ def test_each_model_has_the_features_of_its_setup() -> None:
                 costs=ways, dtype="float32",
             )  # fmt: skip
             seconds[name, train] = cost.seconds(strategy, 1)
-    timings = plain.of(TINY)
-    again = 4 * timings.layer(256, 16, 2, backward=False, tp_crosses_nodes=False, trains=True)
+    timings = plain.timings[TINY]
+    again = 4 * timings.layer(256, 16, TensorGroup(2), backward=False, trains=True)
     assert seconds["own", "actor_train_step"] - seconds["plain", "actor_train_step"] == pytest.approx(again)
     assert 0 < seconds["own", "critic_train_step"] - seconds["plain", "critic_train_step"] < again
 

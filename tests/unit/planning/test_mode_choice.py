@@ -20,7 +20,6 @@ from realhf.planning.model.mode_choice import (
     Chooser,
     _Alike,
     _alike,
-    _Cut,
     _in_rows,
     _rows,
     _Slice,
@@ -229,18 +228,19 @@ def test_what_no_choice_changes(stage: int, norms: int, dtype_item: int) -> None
 
 def test_numbers_of_slices_that_are_tried() -> None:
     """As long as some operator can be cut so far; of TINY none can."""
-    numbers = [max(cut.numbers.values()) for cut in chooser()._cuts(0, None)]
-    assert numbers == [1, 2, 4, 8]
-    assert [max(cut.numbers.values()) for cut in chooser(TINY)._cuts(0, None)] == [1]
+    most = [max(numbers.values()) for numbers, _ in chooser()._cuts(0, None)]
+    assert most == [1, 2, 4, 8]
+    assert [max(numbers.values()) for numbers, _ in chooser(TINY)._cuts(0, None)] == [1]
     narrow = replace(BIG, hidden_size=4, intermediate_size=2**18, num_heads=2, num_kv_heads=1, vocab_size=2**17)
-    found = [{group.kind: n for group, n in cut.numbers.items()} for cut in chooser(narrow)._cuts(0, None)]
+    found = [{group.kind: n for group, n in numbers.items()} for numbers, _ in chooser(narrow)._cuts(0, None)]
     assert [each["gate"] for each in found] == [1, 2, 4, 1]
     assert [each["down"] for each in found] == [1, 2, 4, 8]
-    for cut in chooser()._cuts(0, None):
-        rows = [row for group, n in cut.numbers.items() for row in _rows(group, n, cut.parts[group], None)]
-        assert cut.rows == tuple(rows)
-    fixed = next(chooser()._cuts(0, ("sharded",)))
-    assert [len(modes) for _, _, modes in fixed.rows] == [1, *[2] * (len(fixed.rows) - 1)]
+    chosen = chooser()
+    for numbers, rows in chosen._cuts(0, None):
+        parts = ((group, number, chosen._slice(group, number, 0)) for group, number in numbers.items())
+        assert rows == tuple(row for part in parts for row in _rows(*part, None))
+    _, fixed = next(chooser()._cuts(0, ("sharded",)))
+    assert [len(modes) for _, _, modes in fixed] == [1, *[2] * (len(fixed) - 1)]
 
 
 # --- whole choices against all that there are
@@ -301,11 +301,6 @@ def taken(found: Chooser, modes: dict[str, Any]) -> tuple[float, int]:
     return seconds, int(size + gather) + found._fixed_bytes(0)
 
 
-def cut_of(chosen: Chooser, numbers: dict[_Alike, int]) -> _Cut:
-    parts = {group: chosen._slice(group, number, 0) for group, number in numbers.items()}
-    return _Cut(numbers, parts, ())
-
-
 @pytest.mark.parametrize(
     ("other", "sharded", "first"),
     [
@@ -320,7 +315,7 @@ def test_the_first_layers_are_sharded_in_as_few_slices_as_do(
 ) -> None:
     """6 of 12 slices: a layer whole, and half of the next one."""
     chosen = chooser()
-    cut = cut_of(chosen, {alike(number=3): 4, alike("down", 1, (512, 2048)): other[0]})
+    cut = {alike(number=3): 4, alike("down", 1, (512, 2048)): other[0]}
     down = ("sharded",) * (1 if other[1] else 0) + ("zero1",) * (other[0] - 1)
     assert chosen._modes(cut, sharded, 0) == {
         "layers.0.gate": ("sharded",) * first,
@@ -333,9 +328,9 @@ def test_the_first_layers_are_sharded_in_as_few_slices_as_do(
 def test_slices_of_several_rows_add_up() -> None:
     """Three rows of two layers with 32 slices each, and of one."""
     chosen, group = chooser(), alike(number=5, shape=(2**14, 64))
-    found = chosen._modes(cut_of(chosen, {group: 32}), (64, 32, 0), 0)
+    found = chosen._modes({group: 32}, (64, 32, 0), 0)
     assert [found[name] for name in group.names] == [("sharded",) * 32] * 3 + [("zero1",)] * 2
-    none = chosen._modes(cut_of(chosen, {group: 32}), (0, 0, 0), 0)
+    none = chosen._modes({group: 32}, (0, 0, 0), 0)
     assert set(none.values()) == {("zero1",)}
 
 
@@ -353,17 +348,17 @@ def test_the_fuller_end_chooses_for_a_tied_embedding(num_layers: int, pp: int, o
     refused: set[int] = set()
     chosen = chooser(replace(TINY, num_layers=num_layers), (2, 1, pp))
     chosen._on_stage = on_stage  # type: ignore[method-assign]
-    rules = chosen.within(77)
+    rules = chosen.rules(77)
     assert rules is not None
     assert dict(rules)["embedding"] == "sharded"
     given = [("sharded",) if place == 1 and pp > 1 else None for place in range(pp)]
     assert asked == [(stage, 77, fixed) for stage, fixed in zip(order, given, strict=True)]
     asked.clear()
-    assert chosen.smallest() is not None
+    assert chosen.rules(None) is not None
     assert {room for _, room, _ in asked} == {None}
     for each in order:
         refused = {each}
-        assert chosen.within(77) is None
+        assert chosen.rules(77) is None
 
 
 KINDS = tuple(LAYER_KINDS)

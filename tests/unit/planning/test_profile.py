@@ -16,6 +16,7 @@ from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.profile import (
     CallOverheads,
+    CollectiveKind,
     CollectiveTimings,
     Curve,
     DecodeTimings,
@@ -28,7 +29,7 @@ from realhf.planning.model.profile import (
     profiles_root,
     save_profile,
 )
-from realhf.planning.model.timings import ProfiledTimings, load_costs
+from realhf.planning.model.timings import ProfiledTimings, TensorGroup, load_costs
 from tests.unit.planning.graphs import TINY
 
 
@@ -168,20 +169,21 @@ def profiled(measured: LayerProfile, hardware: Hardware) -> ProfiledTimings:
 
 def test_measured_times_are_used() -> None:
     timings = profiled(profile(tensor(1, 1.0), tensor(2, 0.75)), load_hardware("cpu"))
-    assert timings.layer(3, 16, 1, backward=False, tp_crosses_nodes=False, trains=False) == 3.0
-    assert timings.layer(3, 16, 1, backward=True, tp_crosses_nodes=False, trains=False) == 6.0
-    assert timings.layer(3, 16, 2, backward=False, tp_crosses_nodes=False, trains=False) == 0.75 * 3
-    assert timings.decode_layer(2, 15, 1, tp_crosses_nodes=False) == 3.0  # between the contexts
+    assert timings.layer(3, 16, TensorGroup(1), backward=False, trains=False) == 3.0
+    assert timings.layer(3, 16, TensorGroup(1), backward=True, trains=False) == 6.0
+    assert timings.layer(3, 16, TensorGroup(2), backward=False, trains=False) == 0.75 * 3
+    assert timings.decode_layer(2, 15, TensorGroup(1)) == 3.0  # between the contexts
     # Of a group that was not measured: the work of the largest one divided further, with two all-reduces of its own, of
     # 2 tokens of 64 numbers, in place of those that were measured.
-    two, four = (2 * timings.all_reduce(2 * 64 * 4, size, crosses_nodes=False) for size in (2, 4))
-    assert timings.decode_layer(2, 15, 4, tp_crosses_nodes=False) == pytest.approx((3.0 - two) * 2 / 4 + four)
+    two, four = (2 * timings.collective("all_reduce", 2 * 64 * 4, size, crosses_nodes=False) for size in (2, 4))
+    assert timings.decode_layer(2, 15, TensorGroup(4)) == pytest.approx((3.0 - two) * 2 / 4 + four)
     found = timings.hardware
     assert (found.call_overhead_s, found.sampling_s, found.mini_batch_s) == (0.01, 0.002, 0.0)
     assert timings.optimizer(10**9) == pytest.approx(1.0)
     assert timings.send(50, crosses_nodes=False) == 0.5
-    assert timings.all_reduce(100, 3, crosses_nodes=False) == pytest.approx(0.2)  # between the group sizes
-    assert timings.all_reduce(100, 1, crosses_nodes=False) == 0.0
+    between_sizes = timings.collective("all_reduce", 100, 3, crosses_nodes=False)
+    assert between_sizes == pytest.approx(0.2)
+    assert timings.collective("all_reduce", 100, 1, crosses_nodes=False) == 0.0
 
 
 def test_gathers_and_scatters_are_those_of_the_profile() -> None:
@@ -189,13 +191,14 @@ def test_gathers_and_scatters_are_those_of_the_profile() -> None:
     measured = structs.replace(profile(), collectives=(*profile().collectives, gathers))
     hardware = load_hardware("cpu")
     timings = profiled(measured, hardware)
-    assert timings.all_gather(50, 2, crosses_nodes=False) == pytest.approx(1.0)
-    assert timings.reduce_scatter(50, 2, crosses_nodes=False) == pytest.approx(0.1 / 2)  # none: half of the all-reduce
-    assert timings.all_gather(50, 1, crosses_nodes=False) == 0.0
-    across = timings.all_gather(1e6, 2, crosses_nodes=True)
+    assert timings.collective("all_gather", 50, 2, crosses_nodes=False) == pytest.approx(1.0)
+    half = timings.collective("reduce_scatter", 50, 2, crosses_nodes=False)  # of the all-reduce: none was measured
+    assert half == pytest.approx(0.1 / 2)
+    assert timings.collective("all_gather", 50, 1, crosses_nodes=False) == 0.0
+    across = timings.collective("all_gather", 1e6, 2, crosses_nodes=True)
     assert across == pytest.approx(hardware.all_reduce_s(1e6, 2, crosses_nodes=True) / 2)
     doubled = ProfiledTimings.of(measured, hardware, {"collectives": 2.0})
-    assert doubled.all_gather(50, 2, crosses_nodes=False) == pytest.approx(2.0)
+    assert doubled.collective("all_gather", 50, 2, crosses_nodes=False) == pytest.approx(2.0)
 
 
 def test_a_profile_of_all_reduces_alone_still_loads(tmp_path: Path) -> None:
@@ -203,8 +206,9 @@ def test_a_profile_of_all_reduces_alone_still_loads(tmp_path: Path) -> None:
     save_profile(profile(), path)
     assert "all_gather" not in path.read_text()
     timings = profiled(load_profile(path), load_hardware("cpu"))
-    for collective in (timings.all_gather, timings.reduce_scatter):
-        assert collective(256, 4, crosses_nodes=False) == pytest.approx(0.3 / 2)
+    kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
+    for kind in kinds:
+        assert timings.collective(kind, 256, 4, crosses_nodes=False) == pytest.approx(0.3 / 2)
 
 
 def test_links_are_those_of_the_hardware_but_for_a_measured_reallocation() -> None:
@@ -222,13 +226,13 @@ def test_what_was_not_measured() -> None:
     hardware = load_hardware("cpu")
     timings = profiled(profile(tensor(1, 1.0), tensor(2, 0.75)), hardware)
     # tp 4 from tp 2: its own two all-reduces out, half the compute, two all-reduces of four devices.
-    four = timings.layer(4, 16, 4, backward=False, tp_crosses_nodes=False, trains=False)
+    four = timings.layer(4, 16, TensorGroup(4), backward=False, trains=False)
     assert four == pytest.approx((3.0 - 2 * 0.1) / 2 + 2 * 0.3)
     without = profiled(profile(tensor(1, 1.0), tensor(2, 0.75, includes_all_reduce=False)), hardware)
-    assert without.layer(4, 16, 2, backward=False, tp_crosses_nodes=False, trains=False) == pytest.approx(3.0 + 2 * 0.1)
+    assert without.layer(4, 16, TensorGroup(2), backward=False, trains=False) == pytest.approx(3.0 + 2 * 0.1)
     size_bytes = 4 * 64 * 4
     between = hardware.all_reduce_s(size_bytes, 2, crosses_nodes=True)
-    crossing = timings.layer(4, 16, 2, backward=False, tp_crosses_nodes=True, trains=False)
+    crossing = timings.layer(4, 16, TensorGroup(2, True), backward=False, trains=False)
     assert crossing == pytest.approx(3.0 - 2 * 0.1 + 2 * between)
 
 
@@ -236,8 +240,8 @@ def test_load_costs_prefers_a_measurement(tmp_path: Path) -> None:
     models = {"actor": TINY, "critic": TINY.with_head("scalar")}
     save_profile(profile(), profile_path(TINY, "float32", "cpu", tmp_path))
     costs = load_costs(models, dtype="float32", hardware=load_hardware("cpu"), root=tmp_path)
-    assert isinstance(costs.of(TINY), ProfiledTimings)
-    assert not isinstance(costs.of(models["critic"]), ProfiledTimings)
+    assert isinstance(costs.timings[TINY], ProfiledTimings)
+    assert not isinstance(costs.timings[models["critic"]], ProfiledTimings)
     assert not costs.profiled
     assert costs.hardware.communicator_bytes == 0
 

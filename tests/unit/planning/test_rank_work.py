@@ -345,14 +345,14 @@ def test_bytes_of_a_training(
 ) -> None:
     """On the stage with the most: what is kept and what the backward pass has beside it; the largest product; logits
     on the last."""
-    dp, tp, pp, _ = strategy
+    dp, tp, pp, chunks = strategy
     model, features = replace(TINY, vocab_size=vocab_size, num_layers=num_layers), {"logits_chunk_bytes": None}
     features |= {"recomputation": recomputed.kind, "recomputed_layers": recomputed.layers}
     engine, tokens = replace(ENGINE, **features), 16 // dp // micro_batches * 13
 
     def on_stage(stage: int) -> float:
         sizes = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(*strategy), stage)]
-        flights = layers_in_flight(num_layers, ParallelStrategy(*strategy), stage, micro_batches, recomputed)
+        flights = layers_in_flight(num_layers, pp, chunks, stage, micro_batches, recomputed)
         kept = max(kept_bytes(model, "bfloat16", tp, each, engine) for each in flights)
         whole = min(size - recomputed.count(size) for size in sizes)
         beyond = beyond_kept_bytes(model, "bfloat16", tp, whole, engine)
@@ -408,7 +408,7 @@ def test_layers_in_flight_are_those_of_the_schedule(
     for stage in range(pp):
         for micro_batches in range(1, 3 * pp + 2):
             moments = set(moments_of(num_layers, strategy, stage, micro_batches, recomputed))
-            found = layers_in_flight(num_layers, strategy, stage, micro_batches, recomputed)
+            found = layers_in_flight(num_layers, pp, chunks, stage, micro_batches, recomputed)
             assert set(found) == {
                 (whole, again)
                 for whole, again in moments
@@ -440,12 +440,12 @@ def test_what_a_training_shares_among_options() -> None:
         asked.append(1)
         return float(len(asked))
 
-    known: dict[Any, dict[Any, float]] = {}
+    known: dict[Any, float] = {}
 
     def once(
         kind: ModelInterfaceType, strategy: tuple[int, ...], micro_batches: int, what: Any, **features: Any
     ) -> float:
-        found = structs.replace(work(kind, strategy, micro_batches, **features), known_of_options=known)
+        found = structs.replace(work(kind, strategy, micro_batches, **features), known=known)
         return found.once(what, answer)
 
     first = once(TRAIN_STEP, (2, 1, 1), 2, "a")
@@ -473,9 +473,9 @@ def test_what_a_training_shares_among_options() -> None:
 
 def test_bytes_of_a_training_are_of_its_chunks() -> None:
     """Options that differ in chunks share all else."""
-    known: dict[Any, dict[Any, float]] = {}
+    known: dict[Any, float] = {}
     for chunks in (1, 2):
         alone = work(TRAIN_STEP, (1, 1, 2, chunks), 4)
-        shared = structs.replace(work(TRAIN_STEP, (1, 1, 2, chunks), 4), known_of_options=known)
+        shared = structs.replace(work(TRAIN_STEP, (1, 1, 2, chunks), 4), known=known)
         assert shared.dynamic_bytes() == alone.dynamic_bytes()
     assert math.isfinite(alone.dynamic_bytes())

@@ -15,9 +15,9 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.lengths import DecodePhase, LengthDistribution
-from realhf.planning.model.profile import CallOverheads
+from realhf.planning.model.profile import CallOverheads, CollectiveKind
 from realhf.planning.model.seconds import Crossings, RankSeconds, _examples_of_stages, crossings
-from realhf.planning.model.timings import ProfiledTimings
+from realhf.planning.model.timings import ProfiledTimings, TensorGroup
 from realhf.planning.model.workload import Workload
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, work_of
 from tests.unit.planning.test_profile import profile
@@ -45,34 +45,28 @@ class Priced:
     overheads: CallOverheads = OVERHEADS
     links: Hardware = HARDWARE
 
-    def layer(
-        self, tokens: float, length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool, trains: bool = False
-    ) -> float:
-        return price("layer", tokens, length, tp, backward, tp_crosses_nodes, trains)
+    def layer(self, tokens: float, length: float, group: TensorGroup, *, backward: bool, trains: bool = False) -> float:
+        return price("layer", tokens, length, group.tp, backward, group.crosses_nodes, trains)
 
-    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        return price("recomputed", tokens, tp, tp_crosses_nodes)
+    def recomputed(self, tokens: float, group: TensorGroup) -> float:
+        return price("recomputed", tokens, group.tp, group.crosses_nodes)
 
-    def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
-        return price("embedding", tokens, tp, backward, tp_crosses_nodes)
+    def embedding(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
+        return price("embedding", tokens, group.tp, backward, group.crosses_nodes)
 
-    def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
-        return price("head", tokens, tp, backward, tp_crosses_nodes)
+    def head(self, tokens: float, group: TensorGroup, *, backward: bool) -> float:
+        return price("head", tokens, group.tp, backward, group.crosses_nodes)
 
-    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        return price("decode", sequences, context, tp, tp_crosses_nodes)
+    def decode_layer(self, sequences: float, context: float, group: TensorGroup) -> float:
+        return price("decode", sequences, context, group.tp, group.crosses_nodes)
 
     def optimizer(self, parameters: float) -> float:
         return price("optimizer", parameters)
 
-    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        return price("all_reduce", size_bytes, group_size, crosses_nodes, per_node)
-
-    def all_gather(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        return price("all_gather", size_bytes, group_size, crosses_nodes, per_node)
-
-    def reduce_scatter(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        return price("reduce_scatter", size_bytes, group_size, crosses_nodes, per_node)
+    def collective(
+        self, kind: CollectiveKind, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1
+    ) -> float:
+        return price(kind, size_bytes, group_size, crosses_nodes, per_node)
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
         return price("send", size_bytes, crosses_nodes)
@@ -406,7 +400,6 @@ def test_layers_that_are_recomputed(chunks: int, layers: int | None) -> None:
         (2, None): [{0, 1, 4, 5}, {2, 3, 6, 7}],
     }[chunks, layers]
     assert [set(seconds.recomputed_layers(stage)) for stage in (0, 1)] == expected
-    assert [seconds._num_recomputed(stage, 4) for stage in (0, 1)] == [len(each) for each in expected]
 
 
 @pytest.mark.parametrize(("prefetch", "on_gpus"), [(True, True), (True, False), (False, True)])
@@ -524,13 +517,11 @@ def test_what_is_remembered_holds_for_its_own_question_alone() -> None:
     for kind in (INFERENCE, TRAIN_STEP, GENERATE):
         rest.shuffle(options)
         known: dict[Any, float] = {}
-        of_options: dict[Crossings, dict[Any, dict[Any, float]]] = {}
         for option, crosses in options[:80]:
             for places in (Crossings(crosses.tensor, False, crosses.pipeline), crosses):
                 alone = rank(kind, places, lengths=lengths, **option)
                 together = rank(kind, places, lengths=lengths, **option)
-                known_of_options = of_options.setdefault(places, {})  # one call is placed in one way
-                shared = structs.replace(together.work, known=known, known_of_options=known_of_options)
+                shared = structs.replace(together.work, known=known)
                 found = RankSeconds(shared, Priced(), places).total_s()  # type: ignore[arg-type]
                 assert found == pytest.approx(alone.total_s(), rel=1e-12)
 

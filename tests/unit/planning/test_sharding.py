@@ -141,7 +141,7 @@ def test_the_choice_is_the_best_of_all(part: float) -> None:
         config = model.call.config
         zero1, least = model.static_bytes(strategy), need(model, (("*", "sharded"),), strategy)
         room = int(least + part * (zero1 - least))
-        rules = model.mix_within(strategy, 2, room)
+        rules = model.mix(strategy, 2, room)
         assert rules
         assert need(model, rules, strategy) <= room
         others = [
@@ -218,11 +218,11 @@ def test_stages_choose_for_themselves_and_share_a_tied_embedding() -> None:
     model = training(2**40, DataflowGraph([call("m", tied, TRAIN_STEP, "x")], ["x"]))
     strategy = ParallelStrategy(2, 1, 2)
     for room in (200 * MIB, 220 * MIB):
-        rules = model.mix_within(strategy, 2, room)
+        rules = model.mix(strategy, 2, room)
         assert rules
         assert need(model, rules, strategy) <= room
-    assert model.mix_within(strategy, 2, 150 * MIB) is None
-    smallest = model.smallest_mix(strategy, 2)
+    assert model.mix(strategy, 2, 150 * MIB) is None
+    smallest = model.mix(strategy, 2, None)
     assert smallest
     assert need(model, smallest, strategy) < 200 * MIB
 

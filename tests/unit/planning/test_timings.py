@@ -1,6 +1,7 @@
 """The analytic model's terms against numbers worked out by hand."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from realhf.architecture.named import LLAMA
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.timings import LOGITS_PASSES, Timings, kv_bytes_per_token_layer
+from realhf.planning.model.profile import CollectiveKind
+from realhf.planning.model.timings import LOGITS_PASSES, TensorGroup, Timings, kv_bytes_per_token_layer
 from tests.unit.planning.graphs import TINY
+
+KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 CPU = structs.replace(load_hardware("cpu"), uncertainty=None)  # its constants are replaced
 H100 = load_hardware("h100")
@@ -32,7 +36,7 @@ def analytic(features: EngineFeatures | None = None, **fields: object) -> Timing
 
 
 def layer(timings: Timings, tp: int, *, backward: bool = False, crosses: bool = False) -> float:
-    return timings.layer(10, 5, tp, backward=backward, tp_crosses_nodes=crosses, trains=False)
+    return timings.layer(10, 5, TensorGroup(tp, crosses), backward=backward, trains=False)
 
 
 def reduce_s(hardware: Hardware, size_bytes: float) -> float:
@@ -61,8 +65,8 @@ def test_launches_passes_and_compute_add_up() -> None:
 
 def test_training_launches_by_itself() -> None:
     timings = analytic(**COMPUTE_BOUND, train_launch_s=2.0)
-    forward = timings.layer(10, 5, 1, backward=False, tp_crosses_nodes=False, trains=False)
-    trained = timings.layer(10, 5, 1, backward=False, tp_crosses_nodes=False, trains=True)
+    forward = timings.layer(10, 5, TensorGroup(1), backward=False, trains=False)
+    trained = timings.layer(10, 5, TensorGroup(1), backward=False, trains=True)
     assert trained - forward == pytest.approx(2.0 - 0.5)
     backward = layer(timings, 1, backward=True)
     assert backward == pytest.approx(2 * trained)
@@ -107,9 +111,9 @@ def test_decode_is_bound_by_memory() -> None:
     timings = analytic(eager, decode_launch_s=0.5, decode_graph_launch_s=0.125, **fields)
     # The layer's weights, keys and values of 3 sequences of 7 tokens, and inputs, outputs and passes of 3 tokens.
     seconds = (4 * (WEIGHTS + 3 * 7 * 2 * 64 + 3 * PRODUCTS) + 3 * ELEMENTWISE) / 1e6
-    assert timings.decode_layer(3, 7, 1, tp_crosses_nodes=False) == pytest.approx(0.5 + seconds)
+    assert timings.decode_layer(3, 7, TensorGroup(1)) == pytest.approx(0.5 + seconds)
     graphs = analytic(EngineFeatures(cuda_graphs=True), decode_launch_s=0.5, decode_graph_launch_s=0.125, **fields)
-    assert graphs.decode_layer(3, 7, 1, tp_crosses_nodes=False) == pytest.approx(0.125 + seconds)
+    assert graphs.decode_layer(3, 7, TensorGroup(1)) == pytest.approx(0.125 + seconds)
 
 
 def test_head_passes_over_fp32_logits() -> None:
@@ -117,7 +121,7 @@ def test_head_passes_over_fp32_logits() -> None:
     logits_bytes = 10 * 32 * 4
 
     def head(tp: int, features: EngineFeatures | None = None, *, backward: bool = False) -> float:
-        return analytic(features, **fields).head(10, tp, backward=backward, tp_crosses_nodes=False)
+        return analytic(features, **fields).head(10, TensorGroup(tp), backward=backward)
 
     # Reading 32 x 64 weights of 4 bytes, and 2 x 10 x 2048 FLOPs.
     flops_s = 2 * 10 * 2048 / 1e6
@@ -132,14 +136,12 @@ def test_head_passes_over_fp32_logits() -> None:
     assert head(1, chunks, backward=True) == pytest.approx(3 * projection + passes)
     # bf16 logits are widened before the passes: half the weights to read, as many bytes of logits.
     half = Timings(model=TINY, dtype="bfloat16", hardware=structs.replace(CPU, **fields))
-    assert half.head(10, 1, backward=False, tp_crosses_nodes=False) == pytest.approx(
-        32 * 64 * 2 / 1e3 + flops_s + passes
-    )
+    assert half.head(10, TensorGroup(1), backward=False) == pytest.approx(32 * 64 * 2 / 1e3 + flops_s + passes)
 
 
 def test_a_scalar_head_has_no_logits() -> None:
     critic = Timings(model=TINY.with_head("scalar"), dtype="float32", hardware=CPU)
-    seconds = critic.head(10, 2, backward=False, tp_crosses_nodes=False)
+    seconds = critic.head(10, TensorGroup(2), backward=False)
     assert seconds == pytest.approx(2 * 10 * 64 * 4 / CPU.memory_bandwidth)
 
 
@@ -155,7 +157,7 @@ def test_optimizer() -> None:
 
 def test_a_tensor_group_over_nodes_uses_the_links_of_all_its_members() -> None:
     timings = Timings(model=LLAMA["llama70b"], dtype="bfloat16", hardware=H100)
-    sixteen = timings.embedding(1e6, 16, backward=False, tp_crosses_nodes=True)
+    sixteen = timings.embedding(1e6, TensorGroup(16, True), backward=False)
     copy_s = 2 * 1e6 * 8192 * 2 / H100.memory_bandwidth
     # As fast as a device can send within its node, since its eight links together are faster.
     rails = min(8 * H100.inter_node_bandwidth, H100.intra_node_bandwidth)
@@ -165,9 +167,9 @@ def test_a_tensor_group_over_nodes_uses_the_links_of_all_its_members() -> None:
 
 def test_gathers_and_scatters_are_half_of_a_ring() -> None:
     timings = analytic()
-    for collective in (timings.all_gather, timings.reduce_scatter):
-        assert collective(2560, 2, crosses_nodes=False) == pytest.approx(reduce_s(CPU, 2560) / 2)
-        assert collective(2560, 1, crosses_nodes=False) == 0.0
+    for kind in KINDS[1:]:
+        assert timings.collective(kind, 2560, 2, crosses_nodes=False) == pytest.approx(reduce_s(CPU, 2560) / 2)
+        assert timings.collective(kind, 2560, 1, crosses_nodes=False) == 0.0
 
 
 # --- with every term at once
@@ -253,9 +255,9 @@ def test_all_terms_of_a_layer(
     reduces = 3 if backward and parallel == "regathers" else 2
     expected = passes * (launch + flops / worked.flops + (moved + elementwise) / 1e5)
     expected += reduces * reduced_s(10 * 64 * worked.item, tp, crosses)
-    found = timings.layer(10, 5, tp, backward=backward, tp_crosses_nodes=crosses, trains=trains)
+    found = timings.layer(10, 5, TensorGroup(tp, crosses), backward=backward, trains=trains)
     assert found == pytest.approx(expected)
-    again = timings.recomputed(10, tp, tp_crosses_nodes=crosses)
+    again = timings.recomputed(10, TensorGroup(tp, crosses))
     assert again == pytest.approx(0.75 + elementwise / 1e5 + 2 * reduced_s(10 * 64 * worked.item, tp, crosses))
 
 
@@ -269,7 +271,7 @@ def test_all_terms_of_a_decode_step(worked: Worked, tp: int, crosses: bool, grap
     moved += 3 * 7 * worked.cache_bytes / tp + 3 * (worked.passes[0] + worked.passes[1] / tp)
     expected = (0.0625 if graphs else 0.125) + flops / worked.flops + moved / 1e5
     expected += 2 * reduced_s(3 * 64 * worked.item, tp, crosses)
-    found = slow(worked, cuda_graphs=graphs).decode_layer(3, 7, tp, tp_crosses_nodes=crosses)
+    found = slow(worked, cuda_graphs=graphs).decode_layer(3, 7, TensorGroup(tp, crosses))
     assert found == pytest.approx(expected)
 
 
@@ -278,7 +280,7 @@ def test_all_terms_of_a_decode_step(worked: Worked, tp: int, crosses: bool, grap
 def test_all_terms_of_an_embedding(tp: int, crosses: bool, backward: bool) -> None:
     """Rows are read and written; their parts are summed over tp forward alone."""
     expected = 2 * 10 * 64 * 2 / 1e5 + (0.0 if backward else reduced_s(10 * 64 * 2, tp, crosses))
-    found = slow(WORKED[0]).embedding(10, tp, backward=backward, tp_crosses_nodes=crosses)
+    found = slow(WORKED[0]).embedding(10, TensorGroup(tp, crosses), backward=backward)
     assert found == pytest.approx(expected)
 
 
@@ -299,26 +301,27 @@ def test_all_terms_of_a_head(tp: int, crosses: bool, backward: bool, full: bool,
     elif full:
         per_node = 2 if tp == 4 else 1
         expected += SLOW.all_gather_s(10 * 32 * 2, tp, crosses_nodes=crosses, per_node=per_node)
-    assert timings.head(10, tp, backward=backward, tp_crosses_nodes=crosses) == pytest.approx(expected)
+    assert timings.head(10, TensorGroup(tp, crosses), backward=backward) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("backward", "passes"), [(False, 1), (True, 2)])
 def test_a_scalar_head_reads_and_writes_hidden_states(backward: bool, passes: int) -> None:
     critic = Timings(model=GROUPED.with_head("scalar"), dtype="bfloat16", hardware=SLOW)
-    found = critic.head(10, 2, backward=backward, tp_crosses_nodes=True)
+    found = critic.head(10, TensorGroup(2, True), backward=backward)
     assert found == pytest.approx(passes * 2 * 10 * 64 * 2 / 1e5)
 
 
 @pytest.mark.parametrize(("crosses", "per_node"), [(False, 1), (True, 1), (True, 2)])
 def test_collectives_are_those_of_the_hardware(crosses: bool, per_node: int) -> None:
     timings, group = slow(WORKED[0]), {"crosses_nodes": crosses, "per_node": per_node}
-    assert timings.all_reduce(1e4, 4, **group) == SLOW.all_reduce_s(1e4, 4, **group)  # type: ignore[arg-type]
-    for collective in (timings.all_gather, timings.reduce_scatter):
-        assert collective(1e4, 4, **group) == SLOW.all_gather_s(1e4, 4, **group)  # type: ignore[arg-type]
+    found = {kind: timings.collective(kind, 1e4, 4, **group) for kind in KINDS}  # type: ignore[arg-type]
+    assert found["all_reduce"] == SLOW.all_reduce_s(1e4, 4, **group)  # type: ignore[arg-type]
+    gathered_s = SLOW.all_gather_s(1e4, 4, **group)  # type: ignore[arg-type]
+    assert found["all_gather"] == found["reduce_scatter"] == gathered_s
     assert timings.send(1e4, crosses_nodes=crosses) == SLOW.send_s(1e4, crosses_nodes=crosses)
-    for name in ("all_reduce", "all_gather", "reduce_scatter"):  # a member in each node, if nobody says how many
-        collective = getattr(timings, name)
-        assert collective(1e4, 4, crosses_nodes=crosses) == collective(1e4, 4, crosses_nodes=crosses, per_node=1)
+    for kind in KINDS:  # a member in each node, if nobody says how many
+        collective = partial(timings.collective, kind, 1e4, 4, crosses_nodes=crosses)
+        assert collective() == collective(per_node=1)
 
 
 def test_an_optimizer_step_reads_and_writes() -> None:

@@ -362,18 +362,16 @@ RULES = (("*", "sharded"),)
 class Mixed:
     """A training that finds modes in the room that it is given with these choices of early gathers."""
 
-    def __init__(self, call_: Any, finds: Sequence[bool | None], compute: CallCompute = AS_SET_UP) -> None:
-        self.call, self.finds, self.compute = call_, finds, compute
+    def __init__(
+        self, call_: Any, finds: Sequence[bool | None], room_bytes: int | None, compute: CallCompute = AS_SET_UP
+    ) -> None:
+        self.call, self.finds, self.room_bytes, self.compute = call_, finds, room_bytes, compute
 
     def under(self, compute: CallCompute) -> "Mixed":
-        return Mixed(self.call, self.finds, compute)
+        return Mixed(self.call, self.finds, self.room_bytes, compute)
 
-    def mix_within(self, strategy: ParallelStrategy, count: int, room_bytes: int) -> Any:
-        assert (strategy, count, room_bytes) == (SPLIT, 2, 77)
-        return RULES if self.compute.prefetch in self.finds else None
-
-    def smallest_mix(self, strategy: ParallelStrategy, count: int) -> Any:
-        assert (strategy, count, self.compute.data_parallel) == (SPLIT, 2, None)
+    def mix(self, strategy: ParallelStrategy, count: int, room_bytes: int | None) -> Any:
+        assert (strategy, count, room_bytes, self.compute.data_parallel) == (SPLIT, 2, self.room_bytes, None)
         return RULES if self.compute.prefetch in self.finds else None
 
 
@@ -387,8 +385,8 @@ def test_memory_for_two_gathers_is_tried_first_and_saved_at_last(
     monkeypatch.setattr(mixes, "_prefetches", lambda task, definition: [None, False])
     monkeypatch.setattr(mixes, "has_modes", lambda task, definition: task is not None)
     definition: Any = SimpleNamespace(name="train")
-    model: Any = Mixed(definition, finds)
-    task: Any = SimpleNamespace(call_models={"train": model})
+    model: Any = Mixed(definition, finds, 77)
+    task: Any = SimpleNamespace(call_models={"train": Mixed(definition, finds, None)})
     full = CallCompute(recomputation="full")
     found = mixes._mix(task, model, (SPLIT, 2, full), 77)
     expected = CallCompute(recomputation="full", prefetch=None if prefetch == "none" else prefetch, data_parallel=RULES)

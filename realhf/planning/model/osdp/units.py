@@ -86,13 +86,10 @@ def stage_units(model: DecoderConfig, strategy: ParallelStrategy, stage: int, ru
     always: Counter[Mode] = Counter()
     gathered: list[int] = []
     pieces: list[Piece] = []
-    known: dict[tuple[str, Modes], tuple[int, ...]] = {}  # layers are alike
     for name, shapes in operators_on(model, strategy, stage).items():
         kind, of_slices = kind_of(name), modes[name]
         layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
-        if (kind, of_slices) not in known:
-            known[kind, of_slices] = slice_elements(shapes, of_slices, dp, cut_dim(kind))
-        for mode, elements in zip(of_slices, known[kind, of_slices], strict=True):
+        for mode, elements in zip(of_slices, slice_elements(shapes, of_slices, dp, cut_dim(kind)), strict=True):
             if mode == "sharded":
                 gathered.append(elements)
             else:
