@@ -34,9 +34,8 @@ from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
 from realhf.planning.options import options_on
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.file import problem_bytes
+from realhf.planning.problem.file import ProblemFile, problem_bytes
 from realhf.planning.problem.tables import Problem
-from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.task import PlanningTask
 
 STEPS = 3

@@ -6,8 +6,8 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.planning.model.communicators import MOVES
 from realhf.planning.model.hardware import GIB
+from realhf.planning.problem.file import SEPARATOR, FileCall, FileOption, FileTransfer, ProblemFile
 from realhf.planning.problem.tables import CallTable, OptionRow, Parents, Problem, TransferTable
-from realhf.planning.problem.version_1 import SEPARATOR, FileCall, FileOption, FileTransfer, ProblemFile
 
 Label = Callable[[OptionRow], str]  # an option's `strategy` in the file
 

@@ -20,10 +20,9 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
 from realhf.planning import _search, predict
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.file import PlannedFile, load_problem, problem_bytes
+from realhf.planning.problem.file import FileOption, PlannedFile, load_problem, problem_bytes
 from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem
-from realhf.planning.problem.version_1 import FileOption
 from realhf.planning.task import PlanningTask
 from tests.unit.planning import graphs
 from tests.unit.planning.evaluate_plan import evaluate

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from realhf.planning import _search
+from realhf.planning.problem.file import ProblemFile
 from realhf.planning.problem.native import native_problem
-from realhf.planning.problem.version_1 import ProblemFile
 from tests.unit.planning.evaluate_plan import Problem, evaluate
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "planning_problems"

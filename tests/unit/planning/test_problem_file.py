@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
-from realhf.planning.problem.file import load_problem, problem_bytes
-from realhf.planning.problem.version_1 import ProblemFile
+from realhf.planning.problem.file import ProblemFile, load_problem, problem_bytes
 from tests.unit.planning.evaluate_plan import Problem, evaluate
 from tests.unit.planning.problem_files import (
     FOLDER,

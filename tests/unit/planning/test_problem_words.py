@@ -6,9 +6,18 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from realhf.planning.problem.file import PlannedFile, PlannedTransfer, _complaints, load_problem, problem_bytes
+from realhf.planning.problem.file import (
+    FileCall,
+    FileOption,
+    FileTransfer,
+    PlannedFile,
+    PlannedTransfer,
+    ProblemFile,
+    _complaints,
+    load_problem,
+    problem_bytes,
+)
 from realhf.planning.problem.tables import OptionRow, TransferTable
-from realhf.planning.problem.version_1 import FileCall, FileOption, FileTransfer, ProblemFile
 from tests.unit.planning.test_problem_tables import moving, problem_of, row
 
 # --- files of the planner's words
