@@ -32,6 +32,7 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import options_on
 from realhf.planning.planner import task_of
 from realhf.planning.predict import predict
+from realhf.planning.request import PlanRequest
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.run import load_experiment_class
 
@@ -135,7 +136,7 @@ def random_plan(setting: Setting, seed: int) -> ExecutionPlan:
     """A plan that fits into memory, every call's option drawn by itself."""
     hardware = load_hardware(CPU)
     cluster = Cluster(devices_per_node=NUM_WORKERS, hardware=hardware)
-    task = task_of(ResolvedExperiment(setting.experiment()), cluster)
+    task = task_of(ResolvedExperiment(setting.experiment()), cluster, PlanRequest(offload=()))
     draw = random.Random(f"{setting} {seed}")
     while True:
         calls = {}

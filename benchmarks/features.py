@@ -35,7 +35,7 @@ from realhf.planning.explain.comparison import describe
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.hardware import GIB
 from realhf.planning.planner import search_for, task_of
-from realhf.planning.request import DevicesRequest, Measured, SearchBudget
+from realhf.planning.request import DevicesRequest, Measured, PlanRequest, SearchBudget
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf
 from realhf.rundir.lines import read_lines, step_line
@@ -53,7 +53,7 @@ BUDGET = SearchBudget(evaluations=12_000)
 MARGIN = 1.1  # by which the plan before is slower, as predicted
 WARM_UP_STEPS, WINDOW = 2, 3  # a step is the median of the means of so many steps
 STEPS, QUICK_STEPS = 14, 6
-STALENESS = (0, 1, 2)
+MOST_STALENESS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +185,11 @@ class Setting:
             [cluster] = clusters_of(DevicesRequest(), self.cluster, None).values()
             actor, critic = self.architectures
             types = {"actor": actor, "reference": actor, "reward": critic, "critic": critic}
-            return task_of(experiment, cluster, what_if=WhatIf(model_types=types), offload=None, measured=measured)
+            return task_of(experiment, cluster, PlanRequest(measured=measured), WhatIf(model_types=types))
         devices = DevicesRequest(num_workers=NUM_WORKERS, memory_gb=memory_gib, place="here")
         [cluster] = clusters_of(devices, None, None).values()
-        stalenesses = STALENESS if self.feature == "staleness" else (0,)
-        return task_of(experiment, cluster, offload=None, measured=measured, stalenesses=stalenesses)
+        staleness_up_to = MOST_STALENESS if self.feature == "staleness" else 0
+        return task_of(experiment, cluster, PlanRequest(measured=measured, staleness_up_to=staleness_up_to))
 
 
 def _of_training(feature: str, models: Models, size: str, memory_gib: float, *more: str) -> Setting:

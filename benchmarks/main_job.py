@@ -19,6 +19,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.planner import search_for, task_of
 from realhf.planning.presets import evaluate_presets
+from realhf.planning.request import PlanRequest
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.run import load_experiment_class
 
@@ -52,7 +53,7 @@ def make_plans() -> dict[str, ExecutionPlan]:
     hardware = load_hardware(CPU)
     cluster = Cluster(devices_per_node=NUM_WORKERS, hardware=hardware)
     experiment = ResolvedExperiment(load_experiment_class(EXPERIMENT)())
-    task = task_of(experiment, cluster)
+    task = task_of(experiment, cluster, PlanRequest(offload=()))
     assert task.costs.profiled, "the profile was just made"
     rules = {
         result.name: result.prediction for result in evaluate_presets(task) if result.prediction and not result.problem

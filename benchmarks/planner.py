@@ -14,6 +14,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -81,7 +82,7 @@ def lateness(budgets_s: tuple[float, ...]) -> Iterator[dict[str, Any]]:
 
 def explained(task: PlanningTask, budget_s: float) -> SearchResult:
     """A plan with its intervals, and with its rationale, as users get it."""
-    found = search_plan(task, SearchBudget(seconds=budget_s), seed=1)
+    found = search_plan(replace(task, seed=1), SearchBudget(seconds=budget_s))
     explain(describe(task, found))
     return found
 

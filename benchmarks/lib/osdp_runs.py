@@ -17,7 +17,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import clusters_of
 from realhf.planning.planner import task_of
-from realhf.planning.request import DevicesRequest, Measured
+from realhf.planning.request import DevicesRequest, Measured, PlanRequest
 from realhf.rundir.lines import read_lines, step_line
 
 ALL_SHARDED: DataParallel = (("*", "sharded"),)
@@ -72,7 +72,8 @@ def _parallel_cases(folder: Path) -> Iterator[dict[str, Any]]:
     job = Job(experiment=TRAINING, words=words, workers=4, call="actor_train_step")
     plan = ExecutionPlan(num_devices=job.workers, calls={job.call: CallPlan(devices=(0, job.workers), dp=2, tp=2)})
     [cluster] = clusters_of(DevicesRequest(num_workers=job.workers, place="here"), None, None).values()
-    task = task_of(experiment_of(job.experiment, list(words)), cluster, measured=Measured(ignores_runs=True))
+    request = PlanRequest(offload=(), measured=Measured(ignores_runs=True))
+    task = task_of(experiment_of(job.experiment, list(words)), cluster, request)
     model, strategy = task.call_models[job.call], plan.calls[job.call].strategy
     zero1_bytes = model.static_bytes(strategy)
     sharded = model.under(msgspec.structs.replace(plan.calls[job.call].compute, data_parallel="fsdp"))

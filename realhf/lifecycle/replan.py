@@ -13,7 +13,7 @@ from realhf.planning.here import divided, hardware_here
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.planner import search_for, task_of
 from realhf.planning.predict import predict
-from realhf.planning.request import Measured, SearchBudget
+from realhf.planning.request import Measured, PlanRequest, SearchBudget
 from realhf.planning.task import PlanningTask
 from realhf.report.run_data import lines_under
 from realhf.rundir.lines import read_lines, step_line
@@ -93,11 +93,7 @@ def planned_task(run: Run, factors: dict[str, float], *, ignores_runs: bool = Fa
     per_node = run.spec.devices_per_node
     cluster = Cluster(num_nodes=run.spec.num_workers // per_node, devices_per_node=per_node, hardware=hardware)
     measured = Measured(call_factors=factors, ignores_runs=ignores_runs or run.spec.ignores_runs)
-    return task_of(
-        run.experiment,
-        cluster,
-        offload=run.plan.offload,
-        saves=run.spec.saves,
-        measured=measured,
-        stalenesses=(run.plan.staleness,),
+    request = PlanRequest(
+        offload=run.plan.offload, saves=run.spec.saves, staleness=run.plan.staleness, measured=measured
     )
+    return task_of(run.experiment, cluster, request)

@@ -55,8 +55,7 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
     """The cluster of a request, with `num_devices` (a given plan's) where it has no number of devices. Raises UserError
     if the numbers contradict each other, or the hardware is not known or not what is here."""
     per_node = devices_per_node(request, num_devices)
-    if per_node is None:
-        per_node = devices_per_node(request, count_gpus() or read_host().cores)
+    per_node = per_node or devices_per_node(request, count_gpus() or read_host().cores)
     assert per_node is not None
     hardware = with_memory(_hardware(request), request.memory_gb)
     sharing = request.nodes * per_node if request.place == "here" else per_node

@@ -31,7 +31,7 @@ def copies_worth(task: PlanningTask, prediction: Prediction) -> list[Worth]:
     plan, found = prediction.plan, []
     for source in dict.fromkeys(plan.copies.values()):
         rest = {call: of for call, of in plan.copies.items() if of != source}
-        there = predict_in_best_order(_within(task, plan), with_sources(plan, rest))
+        there = predict_in_best_order(task, with_sources(plan, rest))
         feature = f"its copy serves {', '.join(takers_of(plan.copies, source))}"
         found.append(Worth(of=source, feature=feature, without_s=there.step_s if there.fits else None))
     return found
@@ -62,15 +62,11 @@ def _more(task: PlanningTask, plan: ExecutionPlan) -> Iterator[dict[str, str]]:
 def _predicted(task: PlanningTask, known: Prediction, copies: Mapping[str, str]) -> Prediction | None:
     """The plan with these copies in the best order, or in the order that it has; None where it cannot run or does not
     fit."""
-    plan, within = with_sources(known.plan, copies), _within(task, known.plan)
+    plan = with_sources(known.plan, copies)
     if problem_of_copies(plan, task.graph):
         return None
-    found = [predict_in_best_order(within, plan)]
+    found = [predict_in_best_order(task, plan)]
     ordered = structs.replace(plan, order=known.plan.order)
     if not problem_of_order(ordered, task.graph):  # it may have the source of the next step before the last taker
-        found.append(predict(within, ordered))
+        found.append(predict(task, ordered))
     return min((each for each in found if each.fits), key=lambda each: each.step_s, default=None)
-
-
-def _within(task: PlanningTask, plan: ExecutionPlan) -> PlanningTask:
-    return task.varied(max_steps_in_flight=plan.max_steps_in_flight, offload=plan.offload)

@@ -6,16 +6,16 @@ another needs no more memory on any device, and in the same order of calls takes
 best order, is among the plans of what is kept.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.planning.mixes import Way
 from realhf.planning.model.communicators import axes_used
 from realhf.planning.options import Option, options_to_search
 from realhf.planning.problem.option_rows import row_of
 from realhf.planning.problem.tables import OptionRow
 from realhf.planning.task import PlanningTask
+from realhf.planning.ways import Way
 
 
 def worthwhile(task: PlanningTask, name: str) -> Sequence[Option]:
@@ -46,31 +46,25 @@ class Dominance:
         if self.drops_hopeless:
             limit = self.task.cluster.device_memory_bytes
             ways = [way for way in ways if model.under(way[2]).least_bytes(way[0], way[1]) <= limit]
-        label = self._labels(call)
         groups: dict[Hashable, list[tuple[Way, OptionRow]]] = {}
         for way in ways:
             row = row_of(self.task, call, *way)
-            groups.setdefault(label(way, row), []).append((way, row))
+            groups.setdefault(self._label(call, way, row), []).append((way, row))
         kept = {way for group in groups.values() for way in _undominated(group)}
         return [way for way in ways if way in kept]
 
-    def _labels(self, call: ModelFunctionCallDef) -> Callable[[Way, OptionRow], Hashable]:
-        """What is equal for ways of one (dp, tp, pp) that only seconds and bytes tell apart.
+    def _label(self, call: ModelFunctionCallDef, way: Way, row: OptionRow) -> Hashable:
+        """Equal for ways of one (dp, tp, pp) that only seconds and bytes tell apart.
 
         Where a model has one call, nobody asks for the label of its home. Where a model may wait in host memory, its
         optimizer states are loaded with it unless they are there anyway.
         """
-        graph, model = self.task.graph, self.task.call_models[call.name]
+        graph, features = self.task.graph, self.task.call_models[call.name].under(way[2]).features
         is_home = self.task.homes[call.name] == call.name
         is_alone = not graph.follows and len(graph.calls_of(call.model_name)) == 1
-        is_loaded = call.model_name in self.task.offload
-
-        def label(way: Way, row: OptionRow) -> Hashable:
-            features = model.under(way[2]).features
-            axes = axes_used(call, way[0], gathers_parameters=is_home and features.divides_parameters)
-            return axes, None if is_alone else row.strategy, features.offloads_states if is_loaded else None
-
-        return label
+        axes = axes_used(call, way[0], gathers_parameters=is_home and features.divides_parameters)
+        states = features.offloads_states if call.model_name in self.task.offload else None
+        return axes, None if is_alone else row.strategy, states
 
 
 def _undominated(ways: Sequence[tuple[Way, OptionRow]]) -> list[Way]:

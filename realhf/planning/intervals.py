@@ -8,14 +8,13 @@ from statistics import NormalDist
 
 import numpy as np
 
-from realhf.dataflow.plan import CallPlan, Intervals
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, Intervals
 from realhf.planning.model.experience import CallError, expected
 from realhf.planning.model.gaussian import covariance_of, square_root, standard_draws
 from realhf.planning.model.timings import Costs
-from realhf.planning.predict import Prediction, problem_of, sequence_of
-from realhf.planning.problem.native import native_problem, simulate
+from realhf.planning.predict import Prediction, problem_of, simulated
+from realhf.planning.problem.native import Event
 from realhf.planning.problem.option_rows import seconds_of
-from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
 
 COUNT, SEED = 128, 0
@@ -64,29 +63,30 @@ class Draws:
         calls = {name: self._call_s(name, call) for name, call in plan.calls.items()}
         of_beside = expected((), "", "", self.task.costs.hardware.sureness.call_error)
         beside = {name: seconds * self._error(name, "", of_beside) for name, seconds in plan.beside.items()}
-        problem = problem_of(self.task, plan)
+        problem, _, events = simulated(self.task, plan)
         durations = [calls[call.name] for call in problem.calls]
-        changes = {name: self._transfers(prediction, name) for name in self._of_transfers(prediction)}
+        changes = []
+        for name in self._of_transfers(plan):
+            # The power of the constant that a part of the time is proportional to; with a doubled rate it is halved.
+            power = -1 if name.endswith("bandwidth") else 1
+            doubled = problem_of(with_factors(self.task, [name], [2.0]), plan).transfers
+            changes.append((doubled, 2.0**power - 1, self.factors[:, self.names.index(name)] ** power - 1))
         for number, transfer in enumerate(problem.transfers):
             seconds = transfer.seconds[0]
             if transfer.name in beside:
                 durations.append(beside[transfer.name])
                 continue
             drawn_s = np.full(self.count, seconds)
-            for name, (power, doubled) in changes.items():
-                # A rate's part is halved where the rate is doubled, a delay's and a profile's part doubled.
-                part_s = (doubled[number] - seconds) / (2.0**power - 1)
-                drawn_s += part_s * (self._factor(name) ** power - 1)
+            for doubled, by_doubling, by_draws in changes:
+                drawn_s += (doubled[number].seconds[0] - seconds) / by_doubling * by_draws
             durations.append(np.maximum(drawn_s, 0.0))
-        steps_s = _step_s(problem, sequence_of(plan, self.task.graph, problem), durations)
-        return PlanDraws(step_s=steps_s, call_s=calls | beside)
+        return PlanDraws(step_s=_end_s(events, durations) / problem.steps, call_s=calls | beside)
 
     def _call_s(self, name: str, call: CallPlan) -> np.ndarray:
         layout, shape = call.layout, (call.layout.strategy, call.micro_batches)
         key = name, *shape, call.compute
         if key not in self._known:
-            definition = self.task.graph.model_calls[name]
-            drawn_s = [seconds_of(task, definition, *shape, call.compute) for task in self.tasks]
+            drawn_s = [seconds_of(task, task.call_models[name].under(call.compute), *shape) for task in self.tasks]
             self._known[key] = np.array(drawn_s)
         expected = self.task.call_models[name].under(call.compute).expected(*shape)
         seconds: np.ndarray = self._known[key] * self._error(name, str(layout), expected)
@@ -97,16 +97,12 @@ class Draws:
         if not self.errors:
             return np.ones(self.count)
         keys = {"run": expected.run, call: expected.call, f"{call}: {option}": expected.option}
-        error: np.ndarray = np.exp(np.sum([size * self._normal(key) for key, size in keys.items()], axis=0))
+        seeds = {key: zlib.crc32(f"{self.seed} {key}".encode()) for key in keys}
+        normal = {key: standard_draws(1, self.count, seed)[:, 0] for key, seed in seeds.items()}
+        error: np.ndarray = np.exp(np.sum([size * normal[key] for key, size in keys.items()], axis=0))
         return error
 
-    def _normal(self, key: str) -> np.ndarray:
-        return standard_draws(1, self.count, zlib.crc32(f"{self.seed} {key}".encode()))[:, 0]
-
-    def _factor(self, name: str) -> np.ndarray:
-        return self.factors[:, self.names.index(name)]
-
-    def _of_transfers(self, prediction: Prediction) -> list[str]:
+    def _of_transfers(self, plan: ExecutionPlan) -> list[str]:
         """Names that a transfer's time can depend on."""
         is_one_node = self.task.cluster.num_nodes == 1
         return [
@@ -114,15 +110,8 @@ class Draws:
             for name in OF_TRANSFERS
             if name in self.names
             and not (is_one_node and name.startswith("inter_node"))
-            and (name != "host_bandwidth" or prediction.plan.offload)
+            and (name != "host_bandwidth" or plan.offload)
         ]
-
-    def _transfers(self, prediction: Prediction, name: str) -> tuple[int, list[float]]:
-        """(the power of the constant that a part of the time is proportional to, the seconds of all transfers with the
-        constant doubled)."""
-        power = -1 if name.endswith("bandwidth") else 1
-        doubled = problem_of(with_factors(self.task, [name], [2.0]), prediction.plan)
-        return power, [transfer.seconds[0] for transfer in doubled.transfers]
 
 
 @dataclass(frozen=True)
@@ -173,14 +162,14 @@ def with_factors(task: PlanningTask, names: Sequence[str], factors: Sequence[flo
     return replace(task, costs=costs)
 
 
-def _step_s(problem: Problem, order: Sequence[tuple[int, int]], durations: Sequence[np.ndarray]) -> np.ndarray:
-    """Seconds of a step in every draw, as `simulate` has them: every node waits for its parents, and for what used one
-    of its devices before in the simulation of the prediction."""
+def _end_s(events: Sequence[Event], durations: Sequence[np.ndarray]) -> np.ndarray:
+    """When the last event ends in every draw: each waits for those that it waited for in the prediction's simulation,
+    and takes the time of its node."""
     ends: list[np.ndarray] = []
-    for event in simulate(native_problem(problem), [0] * len(problem.calls), problem.steps, order):
+    for event in events:
         start = np.maximum.reduce([ends[other] for other in event.waits_for]) if event.waits_for else 0.0
         ends.append(start + durations[event.node])
-    result: np.ndarray = np.maximum.reduce(ends) / problem.steps
+    result: np.ndarray = np.maximum.reduce(ends)
     return result
 
 

@@ -95,10 +95,6 @@ class Mapper:
     _options: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
     _static: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def best(self, among: Sequence[Placement] | None = None) -> FoundMapping:
-        """The cheapest mapping among these placements (default: all). Raises UserError as `ranked`."""
-        return self.ranked(among)[0]
-
     def ranked(self, among: Sequence[Placement] | None = None) -> list[FoundMapping]:
         """The mappings of these placements (default: of all), the cheapest first. Raises UserError if none fits into
         memory, or there are too many to look at."""

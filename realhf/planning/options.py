@@ -1,11 +1,11 @@
 """The options of a call: mesh x (dp, tp, pp) x chunks x number of micro-batches x how it computes."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
@@ -13,10 +13,9 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan
 from realhf.dataflow.pools import Pool
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
-from realhf.planning.mixes import Way, has_modes, mixed_ways
 from realhf.planning.model.cluster import Cluster, device_meshes
-from realhf.planning.recomputed import partly_recomputed
 from realhf.planning.task import PlanningTask
+from realhf.planning.ways import Way, has_modes, mixed_ways, partly_recomputed
 
 CHUNKS = (2, 4)  # chunks of pipelines that a search looks at
 
@@ -37,14 +36,10 @@ class Option(msgspec.Struct, frozen=True, order=True, cache_hash=True):
         return self.layout.strategy, self.micro_batches
 
     def call_plan(self, predicted_s: float | None = None) -> CallPlan:
-        strategy, mesh = self.layout.strategy, self.layout.mesh
+        mesh = self.layout.mesh
         return CallPlan(
             devices=(mesh.first, mesh.size),
-            dp=strategy.dp,
-            tp=strategy.tp,
-            pp=strategy.pp,
-            chunks=strategy.chunks,
-            micro_dp=strategy.micro_dp,
+            **asdict(self.layout.strategy),
             micro_batches=self.micro_batches,
             compute=self.compute,
             predicted_s=predicted_s,
@@ -98,14 +93,18 @@ def call_strategies(
     return found
 
 
-def options_on(meshes: Iterable[DeviceMesh], call: ModelFunctionCallDef, mini_batch: int) -> list[Option]:
+def _by_size(
+    meshes: Sequence[DeviceMesh], call: ModelFunctionCallDef, mini_batch: int
+) -> dict[int, list[tuple[ParallelStrategy, list[int]]]]:
+    """By the size of a mesh the `call_strategies`: where it lies changes nothing."""
+    return {size: call_strategies(call, size, mini_batch) for size in dict.fromkeys(mesh.size for mesh in meshes)}
+
+
+def options_on(meshes: Sequence[DeviceMesh], call: ModelFunctionCallDef, mini_batch: int) -> list[Option]:
     """All legal options of a call on these meshes, for mini-batches of `mini_batch` samples: those without chunks, and
     computed as the model is set up."""
-    by_size: dict[int, list[tuple[ParallelStrategy, list[int]]]] = {}
-    options = []
+    by_size, options = _by_size(meshes, call, mini_batch), list[Option]()
     for mesh in meshes:
-        if mesh.size not in by_size:
-            by_size[mesh.size] = call_strategies(call, mesh.size, mini_batch)
         for strategy, counts in by_size[mesh.size]:
             layout = Layout(mesh, strategy)
             options += [Option(layout, count) for count in counts]
@@ -130,13 +129,13 @@ def options_to_search(task: PlanningTask, name: str, keeps: Keeps | None = None)
     Raises:
         UserError: its mini-batches do not divide the batch, or none is legal within the pool.
     """
-    call = task.graph.model_calls[name]
+    call, meshes = task.graph.model_calls[name], _meshes(task, name)
     by_size: dict[int, list[list[Way]]] = {}
+    for size, found in _by_size(meshes, call, call.mini_batch_size(task.batch_size)).items():
+        each = [_ways(task, call, *strategies) for strategies in found]
+        by_size[size] = [keeps(call, ways) for ways in each] if keeps else each
     options = []
-    for _, mesh, found in _of_meshes(task, name):
-        if mesh.size not in by_size:
-            each = [_ways(task, call, *strategies) for strategies in found]
-            by_size[mesh.size] = [keeps(call, ways) for ways in each] if keeps else each
+    for mesh in meshes:
         for ways in by_size[mesh.size]:
             layouts = {strategy: Layout(mesh, strategy) for strategy, _, _ in ways}
             options += [Option(layouts[strategy], count, compute) for strategy, count, compute in ways]
@@ -164,38 +163,30 @@ def _in_chunks(task: PlanningTask, call: ModelFunctionCallDef, plain: ParallelSt
 
 def num_layouts(task: PlanningTask, name: str) -> int:
     """How many layouts of a call a search chooses among, of any number of micro-batches."""
-    return sum(
-        len(_in_chunks(task, call, strategy)) for call, _, found in _of_meshes(task, name) for strategy, _ in found
-    )
+    call, meshes = task.graph.model_calls[name], _meshes(task, name)
+    by_size = _by_size(meshes, call, call.mini_batch_size(task.batch_size))
+    return sum(len(_in_chunks(task, call, strategy)) for mesh in meshes for strategy, _ in by_size[mesh.size])
 
 
 def num_ways(task: PlanningTask) -> int:
     """How many ways to run its calls a search looks at, wherever their meshes lie; twice those of trainings for whose
     operators it chooses modes, which takes as long."""
     number = 0
-    for name in task.graph.model_calls:
-        of_sizes = {mesh.size: (call, found) for call, mesh, found in _of_meshes(task, name)}
-        number += (1 + has_modes(task, task.graph.model_calls[name])) * sum(
+    for name, call in task.graph.model_calls.items():
+        by_size = _by_size(_meshes(task, name), call, call.mini_batch_size(task.batch_size))
+        number += (1 + has_modes(task, call)) * sum(
             len(_in_chunks(task, call, strategy)) * len(counts) * len(ways_to_compute(task, call, strategy))
-            for call, found in of_sizes.values()
+            for found in by_size.values()
             for strategy, counts in found
         )
     return number
 
 
-def _of_meshes(
-    task: PlanningTask, name: str
-) -> Iterator[tuple[ModelFunctionCallDef, DeviceMesh, list[tuple[ParallelStrategy, list[int]]]]]:
-    """A call on every mesh that it may have in a search: its strategies without chunks, with numbers of
-    micro-batches."""
-    call = task.graph.model_calls[name]
-    pool, mini_batch = task.graph.pools.get(call.model_name), call.mini_batch_size(task.batch_size)
-    by_size: dict[int, list[tuple[ParallelStrategy, list[int]]]] = {}
+def _meshes(task: PlanningTask, name: str) -> list[DeviceMesh]:
+    """The meshes that a call may have in a search."""
+    pool = task.graph.pools.get(task.graph.model_calls[name].model_name)
     near = [mesh for mesh in task.near if pool is None or mesh in pool]
-    for mesh in near or pool_meshes(task.cluster, pool):
-        if mesh.size not in by_size:
-            by_size[mesh.size] = call_strategies(call, mesh.size, mini_batch)
-        yield call, mesh, by_size[mesh.size]
+    return near or pool_meshes(task.cluster, pool)
 
 
 def interleaved(call: ModelFunctionCallDef, strategy: ParallelStrategy) -> list[ParallelStrategy]:
@@ -226,7 +217,9 @@ def ways_to_compute(task: PlanningTask, call: ModelFunctionCallDef, strategy: Pa
     is_home = task.homes[call.name] == call.name
     if strategy.dp > 1 and is_home and not call.generates and (is_only_training or not call.trains):
         values["data_parallel"] = ("zero1", "fsdp")
-    if call.generates and features.replays(call.config, "call") and _leaves_graphs_open(call):
+    # Where the experiment says how long graphs of decode steps live, a plan may not.
+    is_open = getattr(call.interface_impl, "decode_graphs", "call") is None
+    if call.generates and is_open and features.replays(call.config, "call"):
         values["decode_graphs"] = ("kept", "call")
     set_up = {
         "recomputation": features.recomputation,
@@ -238,11 +231,6 @@ def ways_to_compute(task: PlanningTask, call: ModelFunctionCallDef, strategy: Pa
     open_fields = [field for field in (*task.open_choices.get(call.model_name, ()), "decode_graphs") if field in values]
     said = [[None, *(value for value in values[field] if value != set_up[field])] for field in open_fields]
     return [msgspec.convert(dict(zip(open_fields, each, strict=True)), CallCompute) for each in product(*said)]
-
-
-def _leaves_graphs_open(call: ModelFunctionCallDef) -> bool:
-    """Whether the experiment lets the plan choose how long graphs of decode steps live."""
-    return hasattr(call.interface_impl, "decode_graphs") and call.interface_impl.decode_graphs is None
 
 
 def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> dict[str, CallPlan]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import workload_of
 from realhf.planning.presets import rule_plan
-from realhf.planning.request import SECONDS, Measured, PlanRequest, SearchBudget, Watch, unwatched
+from realhf.planning.request import SECONDS, PlanRequest, SearchBudget, Watch, unwatched
 from realhf.planning.search import NothingFitsError, SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
 from realhf.planning.what_if import NO_STALENESS, WhatIf, WhatIfRequest, keys_without_producer
@@ -42,14 +42,7 @@ def plan_for(
         UserError: the devices, the given plan or the experiment are not valid, or no plan fits.
     """
     cluster = cluster_of(request.devices, request.given.num_devices if request.given else None)
-    task = task_of(
-        experiment,
-        cluster,
-        offload=request.offload,
-        saves=request.saves,
-        measured=request.measured,
-        stalenesses=request.stalenesses,
-    )
+    task = task_of(experiment, cluster, request)
     found = describe(task, given_plan(experiment, task, request) or search_for(task, request.budget, watch))
     check_cache_room(found.plan, found.task)
     return explain(found), cluster
@@ -73,45 +66,30 @@ def tasks_of(experiment: ResolvedExperiment, request: PlanRequest, asked: WhatIf
             "the other has the search choose; give one of them"
         )
     return {
-        name if len(cases) == 1 else f"staleness {case.staleness}": task_of(
-            experiment,
-            cluster,
-            what_if=case,
-            offload=request.offload,
-            measured=request.measured,
-            stalenesses=request.stalenesses,
-        )
+        name if len(cases) == 1 else f"staleness {case.staleness}": task_of(experiment, cluster, request, case)
         for name, cluster in clusters.items()
         for case in cases
     }
 
 
 def task_of(
-    experiment: ResolvedExperiment,
-    cluster: Cluster,
-    *,
-    what_if: WhatIf | None = None,
-    offload: tuple[str, ...] | None = (),
-    saves: bool = False,
-    measured: Measured | None = None,
-    stalenesses: tuple[int, ...] = (0,),
+    experiment: ResolvedExperiment, cluster: Cluster, request: PlanRequest, what_if: WhatIf | None = None
 ) -> PlanningTask:
-    """The planning of an experiment on a cluster, its costs from what was `measured` (None: all that lies here).
+    """The planning of an experiment on a cluster, whatever devices the request asks for.
 
-    `offload` and `saves` are those of `PlanRequest`. `stalenesses`, in ascending order: those that a search may choose;
-    the task is of the first, the others are in its `more_stale`.
+    The task has the first staleness that the plan may have; tasks of the others are in its `more_stale`.
 
     Raises:
         UserError: the experiment is not valid, a pool has devices beyond the cluster, `offload` names other models, or
             a profile cannot be read.
     """
-    what_if, measured = (what_if or WhatIf()).with_defaults(), measured or Measured()
+    what_if, measured, offload = (what_if or WhatIf()).with_defaults(), request.measured, request.offload
     settings, tokens = experiment.settings, what_if.prompt_tokens
     experiment = _as_asked(experiment, what_if)
-    stale = {staleness: experiment.stale(staleness) for staleness in stalenesses}
-    setups = stale[stalenesses[-1]].setups
+    stale = {staleness: experiment.stale(staleness) for staleness in request.stalenesses}
+    setups = stale[max(stale)].setups
     graphs = {staleness: with_staleness(each.graph, what_if.staleness) for staleness, each in stale.items()}
-    graph = graphs[stalenesses[-1]]  # it has all models, as `setups` has
+    graph = graphs[max(stale)]  # it has all models, as `setups` has
     check_offload(offload or (), graph)
     check_devices(graph.pools.values(), cluster.num_devices)
     batch_size = what_if.batch_size or settings.batch_size
@@ -123,28 +101,34 @@ def task_of(
         hardware=cluster.hardware,
         root=measured.profiles,
         ignores_runs=measured.ignores_runs,
-        features=what_if.engine(saves=saves),
-        of_models={name: what_if.engine(setup, saves=saves) for name, setup in setups.items()},
+        features=what_if.engine(saves=request.saves),
+        of_models={name: what_if.engine(setup, saves=request.saves) for name, setup in setups.items()},
     )
     keys = graph.dataset_keys
     lengths = experiment.dataset.lengths() if tokens is None else dict.fromkeys(keys, KeyLengths.constant(tokens))
-    stalest = PlanningTask(
-        graph=graph,
+    task = partial(
+        PlanningTask,
         batch_size=batch_size,
         workload=workload_of(graph, lengths, what_if.new_tokens, what_if.responses),
         cluster=cluster,
         costs=replace(costs, call_factors=measured.call_factors),
-        max_steps_in_flight=_steps_in_flight(graph, settings.max_steps_in_flight, what_if),
         dtype=dtype,
         offload=offload or (),
         may_offload=offload is None,
         open_choices={name: what_if.open_choices(setup) for name, setup in setups.items()},
         mixed=frozenset(name for name, setup in setups.items() if setup.backend == NATIVE),
-        staleness=stalenesses[-1],
         seed=experiment.seed,
         evaluations=settings.search_evaluations,
     )
-    return _first_of(stalest, graphs, partial(_steps_in_flight, most=settings.max_steps_in_flight, what_if=what_if))
+    first, *more_stale = (
+        task(
+            graph=each,
+            staleness=staleness,
+            max_steps_in_flight=_steps_in_flight(each, settings.max_steps_in_flight, what_if),
+        )
+        for staleness, each in graphs.items()
+    )
+    return replace(first, more_stale=tuple(more_stale))
 
 
 def _as_asked(experiment: ResolvedExperiment, what_if: WhatIf) -> ResolvedExperiment:
@@ -154,17 +138,6 @@ def _as_asked(experiment: ResolvedExperiment, what_if: WhatIf) -> ResolvedExperi
     calls = what_if.apply(experiment.calls)
     keys = experiment.dataset.keys if what_if.prompt_tokens is None else keys_without_producer(calls)
     return replace(experiment, what_if=(calls, keys))
-
-
-def _first_of(
-    task: PlanningTask, graphs: Mapping[int, DataflowGraph], steps_in_flight: Callable[[DataflowGraph], int]
-) -> PlanningTask:
-    """The task with the first of these graphs, by staleness, and with the others in `more_stale`."""
-    first, *more_stale = (
-        replace(task, graph=graph, max_steps_in_flight=steps_in_flight(graph), staleness=staleness)
-        for staleness, graph in graphs.items()
-    )
-    return replace(first, more_stale=tuple(more_stale))
 
 
 def _steps_in_flight(graph: DataflowGraph, most: int, what_if: WhatIf) -> int:
@@ -200,7 +173,7 @@ def search_for(task: PlanningTask, budget: SearchBudget | None = None, watch: Wa
     for number, each in enumerate(tasks):
         try:
             share = _share(budget, begun, len(tasks), len(tasks) - number)
-            results.append(search_plan(each, share, task.seed, watch))
+            results.append(search_plan(each, share, watch))
         except UserError as error:
             errors.append(error)
     if results:
@@ -216,7 +189,7 @@ def search_for(task: PlanningTask, budget: SearchBudget | None = None, watch: Wa
 
 
 def _share(budget: SearchBudget, begun: float, searches: int, left: int) -> SearchBudget:
-    """That of the next of so many searches, of which `left` are to come; the first was `begun` at this time."""
+    """The budget of the next of several searches. `left` searches remain; the first began at `begun`."""
     evaluations, seconds = budget.evaluations, budget.seconds
     if seconds is not None:
         seconds = max((seconds - (time.perf_counter() - begun)) / left, SECONDS[0])

@@ -11,13 +11,7 @@ from realhf.dataflow.plan import ExecutionPlan, OrderEntry, problem_of_order
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.options import option_of
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import (
-    DeviceNeed,
-    NativeProblem,
-    device_needs,
-    native_problem,
-    simulate,
-)
+from realhf.planning.problem.native import DeviceNeed, Event, NativeProblem, device_needs, native_problem, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
 
@@ -53,11 +47,9 @@ class Prediction:
 
 def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
     """Predicts a plan that can run, run in its own order with its own offloaded models."""
-    problem = problem_of(task, plan)
-    native, choice = native_problem(problem), [0] * len(problem.calls)
-    events = simulate(native, choice, problem.steps, sequence_of(plan, task.graph, problem))
+    problem, native, events = simulated(task, plan)
     step_s = max(event.end_s for event in events) / problem.steps
-    needs = device_needs(native, choice)
+    needs = device_needs(native, [0] * len(problem.calls))
     call_s = {call.name: call.options[0].time_s for call in problem.calls}
     transfer_s = {transfer.name: transfer.seconds[0] for transfer in problem.transfers}
     beside = {name: transfer_s.pop(name) for name in task.graph.beside}
@@ -70,6 +62,15 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
         needs=needs,
         fits=max(need.peak_bytes for need in needs) <= task.cluster.device_memory_bytes,
     )
+
+
+def simulated(task: PlanningTask, plan: ExecutionPlan) -> tuple[Problem, NativeProblem, list[Event]]:
+    """The tables of a plan, and what happens in the problem's unrolled steps in the plan's own order."""
+    problem = problem_of(task, plan)
+    native, number = native_problem(problem), problem.numbers()
+    order = with_loads(plan.unrolled(task.graph, problem.steps), loads_of(task.graph, plan.offload))
+    numbered = [(number[name], step) for name, step in order]
+    return problem, native, simulate(native, [0] * len(problem.calls), problem.steps, numbered)
 
 
 def problem_of(task: PlanningTask, plan: ExecutionPlan) -> Problem:
@@ -87,23 +88,12 @@ def predict_in_best_order(task: PlanningTask, plan: ExecutionPlan) -> Prediction
 def fastest_order(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem, choice: Sequence[int]) -> Prediction:
     """The prediction of the plan in the fastest of the orders that can be run and agree with a simulation of `choice`,
     the plan's options in the problem."""
-    names, simulated = task.graph.nodes, simulate(native, choice, steps_to_simulate(task.max_steps_in_flight))
-    starts = [(names[event.node], event.step, event.start_s) for event in simulated if event.node < len(names)]
+    names, steps = task.graph.nodes, 2 * plan.max_steps_in_flight + 6  # two periods of a steady state at least
+    events = simulate(native, choice, steps)
+    starts = [(names[event.node], event.step, event.start_s) for event in events if event.node < len(names)]
     orders = possible_orders(starts, plan, task.graph)
     predictions = [predict(task, structs.replace(plan, order=order)) for order in orders]
     return min(predictions, key=lambda prediction: prediction.step_s)
-
-
-def sequence_of(plan: ExecutionPlan, graph: DataflowGraph, problem: Problem) -> list[tuple[int, int]]:
-    """The order of a plan in the problem's words: (number of a node, step), loads from host memory among them."""
-    number = problem.numbers()
-    order = with_loads(plan.unrolled(graph, problem.steps), loads_of(graph, plan.offload))
-    return [(number[name], step) for name, step in order]
-
-
-def steps_to_simulate(max_steps_in_flight: int) -> int:
-    """Steps after which a simulation shows at least two periods of its steady state, if it has one."""
-    return 2 * max_steps_in_flight + 6
 
 
 def possible_orders(starts: Sequence[tuple[str, int, float]], plan: ExecutionPlan, graph: DataflowGraph) -> list[Order]:

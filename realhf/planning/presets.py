@@ -107,7 +107,7 @@ def standalone(mapper: Mapper) -> ExecutionPlan:
     """Each model on devices of its own, in the numbers that HybridFlow's algorithm gives to singletons. Raises
     UserError if there are fewer devices than models, or no allocation fits into memory."""
     singletons = tuple((name,) for name in mapper.task.graph.models)
-    return _best_on(mapper.task, mapper.best([singletons]).meshes(mapper.task), "standalone")
+    return _best_on(mapper.task, mapper.ranked([singletons])[0].meshes(mapper.task), "standalone")
 
 
 def hybridflow(mapper: Mapper) -> ExecutionPlan:

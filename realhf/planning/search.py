@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
 from realhf.planning.certificate import Certificate
@@ -50,17 +50,18 @@ class SearchResult:
 
     `certificate` is of its simulated seconds per step (makespan of the unrolled steps / steps); `prediction.step_s`
     is the time in the plan's own order, which differs where the simulation is not periodic. `trace`: (seconds of the
-    search, seconds of a step) of every plan that was better than those before. `fresher`: where the staleness of
-    rollouts was left to the search, by less staleness than the plan's a step of the best plan found (None: none fits).
+    search, seconds of a step) of every plan that was better than those before. Without time for a search there are no
+    `num_options`, by call, and no evaluations. `fresher`: where the staleness of rollouts was left to the search, by
+    less staleness than the plan's a step of the best plan found (None: none fits).
     """
 
     prediction: Prediction
     certificate: Certificate
-    evaluations: int
-    evaluations_per_s: float
-    trace: tuple[tuple[float, float], ...]
-    num_options: dict[str, int]
-    rules: tuple[PresetResult, ...] = ()
+    rules: tuple[PresetResult, ...]
+    evaluations: int = 0
+    evaluations_per_s: float = 0.0
+    trace: tuple[tuple[float, float], ...] = ()
+    num_options: Mapping[str, int] = field(default_factory=dict)
     fresher: Mapping[int, float | None] = field(default_factory=dict)
 
     @property
@@ -74,7 +75,7 @@ def default_evaluations(options: Mapping[str, Sequence[Option]]) -> int:
     return min(max(EVALUATIONS_PER_OPTION * sum(len(rows) for rows in options.values()), least), most)
 
 
-def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watch = unwatched) -> SearchResult:
+def search_plan(task: PlanningTask, budget: SearchBudget, watch: Watch = unwatched) -> SearchResult:
     """Searches mesh, strategy, micro-batches and computation of every call (ReaL, section 5.2), from the plans by rule
     on; then which models wait in host memory, and whether fewer steps in flight are faster.
 
@@ -85,18 +86,16 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
     copies of the plan's parameters come from where they already are (`realhf.planning.copies`).
 
     Raises:
-        UserError: `offload` names other than models of the graph, a call has no legal option, a number is out of its
-            range, or no plan fits into memory.
+        UserError: a call has no legal option, a number is out of its range, or no plan fits into memory.
     """
-    check_range("seed", seed, *SEEDS)
+    check_range("seed", task.seed, *SEEDS)
     check_range("max_steps_in_flight", task.max_steps_in_flight, *STEPS_IN_FLIGHT)
-    check_offload(task.offload, task.graph)
     clock, is_narrow = _Clock(budget), task.breadth is None and task.searched != BREADTHS[0]
-    sets = _search_sets(task, clock, seed, watch, part=1 - WIDER_SHARE if is_narrow else 1.0)
+    sets = _search_sets(task, clock, watch, part=1 - WIDER_SHARE if is_narrow else 1.0)
     best = _best_of(task, sets) if sets.results else None
     errors = sets.errors
     if is_narrow:
-        near = _search_near(task, clock, sets, seed, watch)
+        near = _search_near(task, clock, sets, watch)
         best, errors = _with_wider(task, best, near), [*errors, *near.errors]
     if best is None:
         raise min(errors, key=lambda error: error.smallest_bytes)
@@ -115,7 +114,6 @@ class _Sets:
 def _search_sets(
     task: PlanningTask,
     clock: "_Clock",
-    seed: int,
     watch: Watch,
     *,
     part: float = 1.0,
@@ -136,7 +134,7 @@ def _search_sets(
         begun_s, share = clock.passed_s, OFFLOAD_SHARE if number else 1 - OFFLOAD_SHARE * (num_sets - 1)
         within = task.varied(offload=waiting[number])
         near = begins if begins and begins.plan.offload == within.offload else None
-        rules = list(near.rules) if near else evaluate_presets(within, watch)
+        rules = near.rules if near else evaluate_presets(within, watch)
         known = [fitting for rule in rules if (fitting := rule.fitting)]
         known += [near.prediction] if near else []
         breadths = _breadths(within, clock.left_s, some_rule_fits=bool(known))
@@ -144,19 +142,20 @@ def _search_sets(
             results.append(_best_rule(within, rules, known))
             break
         for breadth in breadths:
-            prepared = _prepare(within.varied(breadth=breadth), rules, known, watch)
-            found = search_problem(prepared.native, prepared.request(clock, part * share, seed), watch)
+            searched = within.varied(breadth=breadth)
+            prepared = _prepare(searched, known, clock, part * share, watch)
+            found = search_problem(prepared.native, prepared.request, watch)
             if found.feasible:
                 break
         preparation_s = max(preparation_s, clock.passed_s - begun_s - found.seconds)
         try:
-            results.append(_result(prepared, found, seed))
+            results.append(_result(searched, rules, known, prepared, found))
         except NothingFitsError as error:
             errors.append(error)
     return _Sets(results, errors, num_sets)
 
 
-def _search_near(task: PlanningTask, clock: "_Clock", sets: _Sets, seed: int, watch: Watch) -> _Sets:
+def _search_near(task: PlanningTask, clock: "_Clock", sets: _Sets, watch: Watch) -> _Sets:
     """A search of all breadth, in what is left of the budget, on the meshes of the best plan; where none was found, on
     the whole cluster and its halves. Nothing where there is no time for its options."""
     begins = _fastest(sets.results) if sets.results else None
@@ -173,7 +172,7 @@ def _search_near(task: PlanningTask, clock: "_Clock", sets: _Sets, seed: int, wa
     evaluations = budget.evaluations and max(round(WIDER_SHARE * budget.evaluations), 1)
     seconds = None if budget.seconds is None else max(left_s, SECONDS[0])
     rest = _Clock(SearchBudget(evaluations=evaluations, seconds=seconds))
-    return _search_sets(within, rest, seed, watch, begins=begins)
+    return _search_sets(within, rest, watch, begins=begins)
 
 
 def _with_wider(task: PlanningTask, best: SearchResult | None, near: _Sets) -> SearchResult | None:
@@ -186,14 +185,12 @@ def _with_wider(task: PlanningTask, best: SearchResult | None, near: _Sets) -> S
     evaluations = best.evaluations + wider.evaluations
     if wider.prediction.step_s >= best.prediction.step_s * (1 - ROUNDING):
         return replace(best, evaluations=evaluations)
-    plan, certificate = wider.plan, best.certificate
-    copying_s = wider.prediction.step_s if plan.copies else None
+    plan, prediction = wider.plan, _noted(wider.prediction)
+    certificate = replace(best.certificate, copying_s=prediction.step_s if plan.copies else None)
     if plan.offload != task.offload or any(map(_is_wide, plan.calls.values())):
-        certificate = replace(certificate, wider_s=wider.prediction.step_s, copying_s=copying_s)
-        prediction = _unproven(wider.prediction)
+        certificate = replace(certificate, wider_s=prediction.step_s)
     else:
-        certificate = replace(certificate, cost_s=wider.certificate.cost_s, copying_s=copying_s)
-        prediction = _unproven(wider.prediction)
+        certificate = replace(certificate, cost_s=wider.certificate.cost_s)
         prediction = prediction if plan.copies else _noted(prediction, certificate)
     return replace(best, prediction=prediction, certificate=certificate, evaluations=evaluations)
 
@@ -211,7 +208,7 @@ def _best_of(task: PlanningTask, sets: _Sets) -> SearchResult:
     prediction = with_best_copies(task, from_home)
     return replace(
         best,
-        prediction=prediction if prediction is from_home else _unproven(prediction),
+        prediction=prediction if prediction is from_home else _noted(prediction),
         certificate=replace(
             best.certificate,
             offload=best.plan.offload if sets.number > 1 else None,
@@ -303,57 +300,10 @@ def _with_best_steps(task: PlanningTask, prediction: Prediction) -> Prediction:
     found = [prediction]
     for fewer in range(least, most):
         if steps_of(fewer) == steps_of(most):  # others are simulated for another time
-            within = task.varied(max_steps_in_flight=fewer, offload=prediction.plan.offload)
             plan = msgspec.structs.replace(prediction.plan, max_steps_in_flight=fewer, order=())
-            found.append(predict_in_best_order(within, plan))
+            found.append(predict_in_best_order(task, plan))
     best = min(found, key=lambda each: each.step_s)
     return best if best.step_s < prediction.step_s * (1 - ROUNDING) else prediction
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """What a search of a task begins with. `starts` are the numbers of the options of `known`, the plans by rule that
-    fit. `seconds`: that it took."""
-
-    task: PlanningTask
-    rules: list[PresetResult]
-    known: list[Prediction]
-    options: dict[str, list[Option]]
-    num_options: dict[str, int]
-    starts: list[list[int]]
-    native: NativeProblem
-    seconds: float
-
-    def request(self, clock: _Clock, share: float, seed: int) -> SearchRequest:
-        """A search with a share of what is left of the budget beside what will be said of the plan."""
-        budget = clock.budget
-        evaluations = max(round(share * (budget.evaluations or default_evaluations(self.options))), 1)
-        left_s = clock.left_s - EXPLAINING * self.seconds
-        seconds = None if budget.seconds is None else max(share * left_s, LEAST_SECONDS)
-        return SearchRequest(
-            budget=SearchBudget(evaluations=evaluations, seconds=seconds), seed=seed, starts=self.starts
-        )
-
-
-def _prepare(task: PlanningTask, rules: list[PresetResult], known: list[Prediction], watch: Watch) -> _Prepared:
-    begun = time.perf_counter()
-    watch("options", "")
-    with without_collection():
-        options = worthwhile_options(task)
-        num_options = {name: len(rows) for name, rows in options.items()}
-        starts = [_choice(prediction.plan, options) for prediction in known]
-        watch("tables", f"{sum(len(rows) for rows in options.values()):,} options")
-        native = native_problem(build_problem(task, options, groups=True))
-    return _Prepared(
-        task=task,
-        rules=rules,
-        known=known,
-        options=options,
-        num_options=num_options,
-        starts=starts,
-        native=native,
-        seconds=time.perf_counter() - begun,
-    )
 
 
 @contextmanager
@@ -371,17 +321,50 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _result(prepared: _Prepared, found: Found, seed: int) -> SearchResult:
-    """The best plan of a search and of the plans by rule. Raises NothingFitsError if none fits into memory."""
-    task, native = prepared.task, prepared.native
-    candidates: list[tuple[Prediction, Sequence[int]]] = list(zip(prepared.known, prepared.starts, strict=True))
+class _Prepared(NamedTuple):
+    """The options of a search, by call, its tables, and its request with the plans that it begins from. Options that
+    only these plans have are not among `num_options`."""
+
+    options: dict[str, list[Option]]
+    num_options: dict[str, int]
+    native: NativeProblem
+    request: SearchRequest
+
+
+def _prepare(task: PlanningTask, known: Sequence[Prediction], clock: _Clock, share: float, watch: Watch) -> _Prepared:
+    """For a search from `known`, the plans by rule that fit, with a share of what is left of the budget beside what
+    will be said of the plan."""
+    budget, begun_s = clock.budget, clock.passed_s
+    watch("options", "")
+    with without_collection():
+        options = worthwhile_options(task)
+        num_options = {name: len(rows) for name, rows in options.items()}
+        starts = [_choice(prediction.plan, options) for prediction in known]
+        watch("tables", f"{sum(len(rows) for rows in options.values()):,} options")
+        native = native_problem(build_problem(task, options, groups=True))
+    evaluations = max(round(share * (budget.evaluations or default_evaluations(options))), 1)
+    left_s = clock.left_s - EXPLAINING * (clock.passed_s - begun_s)
+    seconds = None if budget.seconds is None else max(share * left_s, LEAST_SECONDS)
+    budget = SearchBudget(evaluations=evaluations, seconds=seconds)
+    return _Prepared(options, num_options, native, SearchRequest(budget=budget, seed=task.seed, starts=starts))
+
+
+def _result(
+    task: PlanningTask,
+    rules: Sequence[PresetResult],
+    known: Sequence[Prediction],
+    prepared: _Prepared,
+    found: Found,
+) -> SearchResult:
+    """The best plan of a search and of `known`. Raises NothingFitsError if none fits into memory."""
+    native = prepared.native
+    candidates: list[tuple[Prediction, Sequence[int]]] = list(zip(known, prepared.request.starts, strict=True))
     if found.feasible:
-        costs = "measured" if task.costs.profiled else "analytic"
-        calls = chosen(prepared.options, found.choice)
-        plan = task.plan(calls, costs=costs, seed=seed, evaluations=found.evaluations)
+        costs, calls = "measured" if task.costs.profiled else "analytic", chosen(prepared.options, found.choice)
+        plan = task.plan(calls, costs=costs, seed=task.seed, evaluations=found.evaluations)
         candidates.insert(0, (_ordered(task, plan, native, found.choice), found.choice))
     if not candidates:
-        smallest = native.evaluate(native.smallest_plan(seed))["peak_bytes"]
+        smallest = native.evaluate(native.smallest_plan(task.seed))["peak_bytes"]
         raise NothingFitsError(float(smallest), task.cluster, task.offload)
     # A search compares plans as they are simulated, each call as soon as it can; a plan is run in its own order.
     prediction, choice = min(candidates, key=lambda candidate: (not candidate[0].fits, candidate[0].step_s))
@@ -397,28 +380,21 @@ def _result(prepared: _Prepared, found: Found, seed: int) -> SearchResult:
     return SearchResult(
         prediction=_noted(prediction, certificate),
         certificate=certificate,
+        rules=tuple(rules),
         evaluations=found.evaluations,
         evaluations_per_s=found.evaluations / max(found.seconds, 1e-9),
         trace=tuple(found.trace),
         num_options=prepared.num_options,
-        rules=tuple(prepared.rules),
     )
 
 
 def _best_rule(task: PlanningTask, rules: Sequence[PresetResult], known: Sequence[Prediction]) -> SearchResult:
+    """The best of `known`, the plans by rule that fit, without a search."""
     best = min(known, key=lambda prediction: prediction.step_s)
     certificate = Certificate(
         cost_s=best.step_s, lower_bound_s=0.0, proven=False, has_all_meshes=has_all_meshes(task.cluster)
     )
-    return SearchResult(
-        prediction=_noted(best, certificate),
-        certificate=certificate,
-        evaluations=0,
-        evaluations_per_s=0.0,
-        trace=(),
-        num_options={},
-        rules=tuple(rules),
-    )
+    return SearchResult(prediction=_noted(best, certificate), certificate=certificate, rules=tuple(rules))
 
 
 def _choice(plan: ExecutionPlan, options: dict[str, list[Option]]) -> list[int]:
@@ -444,21 +420,16 @@ def _ordered(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem, cho
     return plain if plain.fits else prediction
 
 
-def _noted(prediction: Prediction, certificate: Certificate) -> Prediction:
-    """With what the search knows of the plan in its notes."""
-    plan, lower_bound_s = prediction.plan, certificate.lower_bound_s
-    notes = {**plan.notes, "peak_memory_gib": round(prediction.peak_bytes / GIB, 3)}
-    if (plan.predicted_step_s or 0.0) >= lower_bound_s * (1 - ROUNDING):
-        # The proof is about simulated plans; the plan's own order could do better, and the note would be wrong of it.
-        notes |= {"lower_bound_s": round(lower_bound_s, 6), "proven_optimal": certificate.proven}
-    return replace(prediction, plan=msgspec.structs.replace(plan, notes=notes))
-
-
-def _unproven(prediction: Prediction) -> Prediction:
-    """Without notes of a proof, which is about other plans."""
-    notes = {name: value for name, value in prediction.plan.notes.items() if name not in PROOF}
+def _noted(prediction: Prediction, certificate: Certificate | None = None) -> Prediction:
+    """The prediction with the search's knowledge in the plan's notes. Without a certificate there is no proof in them:
+    it is about other plans."""
+    plan = prediction.plan
+    notes = {name: value for name, value in plan.notes.items() if name not in PROOF}
     notes |= {"peak_memory_gib": round(prediction.peak_bytes / GIB, 3)}
-    return replace(prediction, plan=msgspec.structs.replace(prediction.plan, notes=notes))
+    if certificate and (plan.predicted_step_s or 0.0) >= certificate.lower_bound_s * (1 - ROUNDING):
+        # The proof is about simulated plans; the plan's own order could do better, and the note would be wrong of it.
+        notes |= {"lower_bound_s": round(certificate.lower_bound_s, 6), "proven_optimal": certificate.proven}
+    return replace(prediction, plan=msgspec.structs.replace(plan, notes=notes))
 
 
 def worthwhile_options(task: PlanningTask) -> dict[str, list[Option]]:

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 from realhf.architecture.model import DType
-from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
@@ -93,8 +92,6 @@ class PlanningTask:
     @cached_property
     def homes(self) -> dict[str, str]:
         """For every call, the call in whose layout its model's parameters live (`ExecutionPlan.home`)."""
-        if self._like:
-            return self._like.homes
         empty = ExecutionPlan(num_devices=1, calls={})
         return {name: empty.home(self.graph, call.model_name) for name, call in self.graph.model_calls.items()}
 
@@ -160,9 +157,7 @@ class PlanningTask:
 
 def with_staleness(graph: DataflowGraph, staleness: int) -> DataflowGraph:
     """The graph in which generation of step t uses the weights after step t - 1 - `staleness` (0: on-policy training);
-    other readers of trained weights stay as they are. Raises UserError if `staleness` is negative."""
-    if staleness < 0:
-        raise UserError(f"--staleness {staleness} must be at least 0")
+    other readers of trained weights stay as they are."""
     if staleness == 0:
         return graph
     stale = copy.copy(graph)

@@ -16,7 +16,7 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.lifecycle.request import experiment_of
 from realhf.parallel.groups import ParallelGroups
 from realhf.planning.planner import search_for, task_of
-from realhf.planning.request import Measured, SearchBudget
+from realhf.planning.request import Measured, PlanRequest, SearchBudget
 from realhf.rundir.run import load_experiment_class
 from tests.e2e.forked import quickly_finished
 from tests.e2e.runs import ACTOR, ROOT, FinishedRun, initial_parameters, realhf
@@ -78,7 +78,7 @@ def test_a_plan_makes_rollouts_as_stale_as_an_experiment_that_asks_for_it(tmp_pa
     words = ["--batch-size", "8", "--no-evaluate", "--ppo.max-new-tokens", "128"]
     experiment = experiment_of("experiments/ppo.py", words)
     unmeasured = Measured(profiles=tmp_path, ignores_runs=True)
-    task = task_of(experiment, cpu_cluster(2), measured=unmeasured, stalenesses=(0, 1))
+    task = task_of(experiment, cpu_cluster(2), PlanRequest(offload=(), measured=unmeasured, staleness_up_to=1))
     plan = search_for(task, SearchBudget(evaluations=4000)).plan
     assert plan.staleness == 1
     save_plan(plan, tmp_path / "plan.json")

@@ -10,9 +10,9 @@ from lib.papers.cells import Cell
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.options import Option, chosen, option_of
-from realhf.planning.predict import Prediction, problem_of, sequence_of
+from realhf.planning.predict import Prediction, simulated
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import SearchRequest, native_problem, search_problem, simulate
+from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask
 
@@ -83,9 +83,7 @@ def fastest(task: PlanningTask, options: Mapping[str, Sequence[Option]]) -> Exec
 def planned(cell: Cell, task: PlanningTask, prediction: Prediction) -> Planned:
     """What a prediction says of a plan of `task`, which is the cell's, perhaps for another engine."""
     plan, free = prediction.plan, cell.task(_free_links(task.costs.hardware), task.costs.features)
-    problem = problem_of(task, plan)
-    choice = [0] * len(problem.calls)
-    events = simulate(native_problem(problem), choice, problem.steps, sequence_of(plan, task.graph, problem))
+    problem, _, events = simulated(task, plan)
     calls = []
     for name, call in plan.calls.items():
         option, seconds = option_of(call), prediction.call_s[name]
@@ -106,7 +104,7 @@ def planned(cell: Cell, task: PlanningTask, prediction: Prediction) -> Planned:
         step_s=prediction.step_s,
         reallocation_s=sum(s for name, s in prediction.transfer_s.items() if not name.startswith(DATA)),
         calls=tuple(calls),
-        shares=device_time_shares(problem, choice, events),
+        shares=device_time_shares(problem, [0] * len(problem.calls), events),
         spans=tuple(
             Span(
                 name=calls[event.node].name,

@@ -56,7 +56,7 @@ def _searched(cell: Cell, task: PlanningTask) -> Simulated:
     budget = SearchBudget(evaluations=cell.evaluations)
     try:
         if not cell.large:
-            found = search_plan(task, budget, SEED)
+            found = search_plan(replace(task, seed=SEED), budget)
             plan, gap = found.prediction, found.certificate.gap
             return Simulated(plans={SEARCHED: planned(cell, task, plan)}, gap=gap)
     except UserError:  # nothing fits

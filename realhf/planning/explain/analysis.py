@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realhf.planning.predict import Prediction, problem_of, sequence_of
-from realhf.planning.problem.native import Event, native_problem, simulate
+from realhf.planning.predict import Prediction, simulated
+from realhf.planning.problem.native import Event
 from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
 
@@ -63,11 +63,8 @@ class Analysis:
 
 def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
     """Simulates a predicted plan once more and keeps what happened."""
-    plan = prediction.plan
-    problem = problem_of(task, plan)
-    choice = [0] * len(problem.calls)
-    events = simulate(native_problem(problem), choice, problem.steps, sequence_of(plan, task.graph, problem))
-    devices = occupied(problem, choice)
+    problem, _, events = simulated(task, prediction.plan)
+    devices = occupied(problem, [0] * len(problem.calls))
     spans = tuple(_span(problem, devices[event.node], event) for event in events)
     whole_s = max(event.end_s for event in events)
     busy: Counter[int] = Counter()

@@ -3,7 +3,7 @@ people, as data, and as the rationale that is kept with the plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
@@ -168,9 +168,10 @@ def staleness_worth(result: SearchResult) -> list[Worth]:
 class Comparison:
     """A plan, the search that found it (None: it was given), and the heuristic plan.
 
-    `presets`, in their own order, `alternatives`, `offloading` and `copying` are empty where only the plan itself was
-    asked for.
-    All plans are re-priced in the same `draws`. `hinges`: constants that decide whether a plan by rule is faster.
+    `worth`: the gain of each choice that the plan made of how calls compute, of models that wait in host memory, of
+    copies that serve several calls, and of the staleness of rollouts. Where only the plan itself was asked for it has
+    the staleness alone, and there are no `alternatives` and no `presets`, which are in their own order.
+    All plans are re-priced in the same `draws`.
     """
 
     task: PlanningTask
@@ -178,23 +179,22 @@ class Comparison:
     analysis: Analysis
     result: SearchResult | None
     heuristic: PresetResult
-    hinges: tuple["Hinge", ...] = ()
     presets: tuple[Candidate, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    offloading: tuple[Worth, ...] = ()
-    copying: tuple[Worth, ...] = ()
-
-    @property
-    def worth(self) -> list[Worth]:
-        """What each choice is worth that the plan made of how calls compute, of models that wait in host memory, of
-        copies that serve several calls, and of the staleness of rollouts."""
-        of_calls = [worth for alternative in self.alternatives for worth in alternative.worth]
-        stale = staleness_worth(self.result) if self.result else ()
-        return [*of_calls, *self.offloading, *self.copying, *stale]
+    worth: tuple[Worth, ...] = ()
 
     @property
     def plan(self) -> ExecutionPlan:
         return self.analysis.prediction.plan
+
+    @cached_property
+    def hinges(self) -> "list[Hinge]":
+        """The constants that decide whether a plan by rule is faster than that of the search."""
+        from realhf.planning.explain.hinges import hinges
+
+        rules = self.result.rules if self.result else ()
+        rivals = {rule.name: fitting for rule in rules if (fitting := rule.fitting)}
+        return hinges(self.draws, self.analysis.prediction, rivals)
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -220,9 +220,8 @@ class Comparison:
 
 
 def describe(task: PlanningTask, plan: SearchResult | ExecutionPlan) -> Comparison:
-    """The plan of a search, or a given one, beside the heuristic alone. ."""
-    # numpy takes long to import, and the help of a command comes without it: so do `compare` and `sure`.
-    from realhf.planning.explain.hinges import hinges
+    """The plan of a search, or a given one, beside the heuristic alone."""
+    # numpy takes long to import, and the help of a command comes without it: so do `hinges`, `compare` and `sure`.
     from realhf.planning.intervals import drawn
 
     result = plan if isinstance(plan, SearchResult) else None
@@ -231,15 +230,8 @@ def describe(task: PlanningTask, plan: SearchResult | ExecutionPlan) -> Comparis
     known = {rule.name: rule for rule in result.rules} if result else {}
     heuristic, draws = known.get("heuristic") or evaluate_preset("heuristic", task), drawn(task)
     analysis = analyse(task, sure(draws, prediction))
-    rules = {name: fitting for name, rule in known.items() if (fitting := rule.fitting)}
-    return Comparison(
-        task=task,
-        draws=draws,
-        analysis=analysis,
-        result=result,
-        heuristic=heuristic,
-        hinges=tuple(hinges(draws, prediction, rules)),
-    )
+    stale = staleness_worth(result) if result else ()
+    return Comparison(task=task, draws=draws, analysis=analysis, result=result, heuristic=heuristic, worth=tuple(stale))
 
 
 def sure(draws: "Draws", prediction: Prediction) -> Prediction:
@@ -273,8 +265,9 @@ def _explained(alone: Comparison) -> Comparison:
     is_everywhere = alone.certificate is not None and alone.certificate.num_meshes is None
     within = task.varied(breadth=alone.certificate.breadth) if alone.certificate and is_everywhere else task
     alternatives = tuple(best_alternatives(within, alone.plan))
-    offloading, copying = tuple(offload_worth(task, prediction)), tuple(copies_worth(task, prediction))
-    return replace(alone, alternatives=alternatives, offloading=offloading, copying=copying)
+    worth = [worth for alternative in alternatives for worth in alternative.worth]
+    worth += [*offload_worth(task, prediction), *copies_worth(task, prediction), *alone.worth]
+    return replace(alone, alternatives=alternatives, worth=tuple(worth))
 
 
 def explain(alone: Comparison) -> ExecutionPlan:
@@ -298,7 +291,7 @@ def explain(alone: Comparison) -> ExecutionPlan:
         device_memory_bytes=task.cluster.device_memory_bytes,
         memory=_memory(alone.analysis.prediction.needs),
         instead=tuple(map(_instead, explained.alternatives)),
-        worth=tuple(explained.worth),
+        worth=explained.worth,
     )
     return msgspec.structs.replace(alone.plan, rationale=rationale)
 

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
 
-from realhf.planning.intervals import LEVEL, Draws, at_ends, doubt_of, probability_faster, rounded
+from realhf.planning.intervals import LEVEL, Draws, at_ends, probability_faster, rounded
 from realhf.planning.model.measured import LAYERS, NETWORK, measurement_of
 from realhf.planning.model.profile import PARTS
 from realhf.planning.predict import Prediction
@@ -59,31 +60,19 @@ def hinges(draws: Draws, plan: Prediction, rivals: dict[str, Prediction]) -> lis
     if not undecided:
         return []
     rival = min(undecided, key=lambda name: undecided[name])
-    doubt, costs = doubt_of(draws.task.costs), draws.task.costs
-    ends = at_ends(draws.task)
+    hinge = partial(Hinge, rival=rival, slower=undecided[rival])
+    costs, ends = draws.task.costs, at_ends(draws.task)
     # [names, 2]: by how much the rival is slower, relative to the plan, with the constant at its low and high end.
     margin = (ends.of(rivals[rival]).step_s / ends.of(plan).step_s - 1).reshape(-1, 2)
     found = []
     for number in np.argsort(-np.abs(margin[:, 0] - margin[:, 1]), kind="stable"):
-        name = doubt.names[number]
+        name = ends.names[number]
         if margin[number].min() < 0 < margin[number].max():
             value = 1.0 if name in PARTS else costs.hardware.constant(name)
             low, high = (rounded(value * ends.factors[2 * number + end, number]) for end in (0, 1))
-            found.append(
-                Hinge(rival=rival, slower=undecided[rival], constant=name, low=low, high=high,
-                      measurement=measurement_of(name))
-            )  # fmt: skip
+            found.append(hinge(constant=name, low=low, high=high, measurement=measurement_of(name)))
     if not found and not costs.profiled:
         error = max(costs.call_error(model) for model in costs.timings)
         high = math.exp(NormalDist().inv_cdf((1 + LEVEL) / 2) * error)
-        found.append(
-            Hinge(
-                rival=rival,
-                slower=undecided[rival],
-                constant=CALLS,
-                low=rounded(1 / high),
-                high=rounded(high),
-                measurement=LAYERS,
-            )
-        )
+        found.append(hinge(constant=CALLS, low=rounded(1 / high), high=rounded(high), measurement=LAYERS))
     return found

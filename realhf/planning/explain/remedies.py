@@ -9,7 +9,6 @@ from realhf.base.numbers import DEVICES
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallCompute
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning.mixes import smallest_mix
 from realhf.planning.model.cluster import halves
 from realhf.planning.model.hardware import GIB
 from realhf.planning.options import Option, options_on, pool_meshes, ways_to_compute
@@ -18,6 +17,7 @@ from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.option_rows import row_of
 from realhf.planning.search import models_that_can_wait, offloads
 from realhf.planning.task import PlanningTask
+from realhf.planning.ways import smallest_mix
 
 MAX_TIMES_NODES = 64
 SEED = 0

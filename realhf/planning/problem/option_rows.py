@@ -164,11 +164,14 @@ class OptionRows:
         """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""
         if self._task.homes[call.name] == call.name:
             return 0.0
-        model, home = self._task.call_models[call.name], self._task.call_models[self._task.homes[call.name]]
+        models = self._task.call_models
+        model, home = models[call.name], models[self._task.homes[call.name]]
         forms = {(option.layout.strategy, option.compute) for option in self._numbers.options[home.call.name]}
         limit = self._task.cluster.device_memory_bytes
         fitting = [form for form in forms if home.under(form[1]).static_bytes(form[0]) <= limit]
-        return float(max(_in_home(model, compute).static_bytes(strategy) for strategy, compute in fitting or forms))
+        # What divides the parameters at home divides them for the call.
+        divided = [(s, CallCompute(data_parallel=c.data_parallel, prefetch=c.prefetch)) for s, c in fitting or forms]
+        return float(max(model.under(compute).static_bytes(strategy) for strategy, compute in divided))
 
 
 def row_of(
@@ -183,14 +186,8 @@ def row_of(
     return known[key]
 
 
-def seconds_of(
-    task: PlanningTask, call: ModelFunctionCallDef, strategy: ParallelStrategy, micro_batches: int, compute: CallCompute
-) -> float:
-    """Of a call in an option, with what it gathers where the model's home is divided."""
-    return _seconds(task, task.call_models[call.name].under(compute), strategy, micro_batches)
-
-
-def _seconds(task: PlanningTask, model: CallModel, strategy: ParallelStrategy, micro_batches: int) -> float:
+def seconds_of(task: PlanningTask, model: CallModel, strategy: ParallelStrategy, micro_batches: int) -> float:
+    """Seconds of a call in an option, with what it gathers where the model's home is divided."""
     seconds = model.seconds(strategy, micro_batches)
     if task.homes[model.call.name] != model.call.name:
         return seconds
@@ -215,16 +212,11 @@ def _row_of(task: PlanningTask, model: CallModel, strategy: ParallelStrategy, mi
         devices=(0, strategy.size),
         strategy=label,
         micro_batches=micro_batches,
-        time_s=_seconds(task, model, strategy, micro_batches),
+        time_s=seconds_of(task, model, strategy, micro_batches),
         static_bytes=static,
         dynamic_bytes=dynamic,
         copy_bytes=copied,
     )
-
-
-def _in_home(model: CallModel, home: CallCompute) -> CallModel:
-    """A call of a model whose home is computed as `home`: what divides the parameters there divides them for it."""
-    return model.under(CallCompute(data_parallel=home.data_parallel, prefetch=home.prefetch))
 
 
 def _readers(task: PlanningTask, home: CallModel, strategy: ParallelStrategy) -> list[CallModel]:
@@ -235,12 +227,10 @@ def _readers(task: PlanningTask, home: CallModel, strategy: ParallelStrategy) ->
     calls = [other for other in task.graph.calls_of(home.call.model_name) if other.name != home.call.name]
     if any(other.generates for other in calls):
         return []
-    of_home = CallCompute(data_parallel=_data_parallel(home), prefetch=home.features.prefetch)
+    features = home.features
+    how: DataParallel = features.modes or ("fsdp" if features.fully_sharded else "zero1")
+    of_home = CallCompute(data_parallel=how, prefetch=features.prefetch)
     return [task.call_models[other.name].under(of_home) for other in calls if other.uses_model and not other.trains]
-
-
-def _data_parallel(home: CallModel) -> DataParallel:
-    return home.features.modes or ("fsdp" if home.features.fully_sharded else "zero1")
 
 
 def _home_label(task: PlanningTask, home: ModelFunctionCallDef, placed: PlacedModel) -> str:

@@ -7,7 +7,7 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from realhf.architecture.model import DTYPE_BYTES, DecoderConfig
+from realhf.architecture.model import DTYPE_BYTES
 from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of
@@ -104,7 +104,8 @@ class ParameterTransfers:
         """
         calls = self._task.graph.model_calls
         (sources, rows), (targets, columns) = self._numbers.sources(source), self._numbers.layouts[target]
-        move = self._model(calls[target].config, forwarding=forwarding)
+        task, model = self._task, calls[target].config
+        move = Reallocation(model, DTYPE_BYTES[task.dtype], task.cluster, task.costs.timings[model].links, forwarding)
         seconds = self._seconds_of(move, sources, targets)
         for place, grouped_s in grouped_reallocations(move, sources, targets) if takes_groups else ():
             seconds[place] = grouped_s
@@ -113,17 +114,12 @@ class ParameterTransfers:
             source=source,
             target=target,
             parents=parents,
-            on=[source, target] if calls[source].model_name in self._task.offload else [target],
+            on=[source, target] if calls[source].model_name in task.offload else [target],
             rows=rows,
             columns=columns,
             num_columns=len(targets),
             seconds=seconds,
         )
-
-    def _model(self, model: DecoderConfig, *, forwarding: bool = True) -> Reallocation:
-        task = self._task
-        links = task.costs.timings[model].links
-        return Reallocation(model, DTYPE_BYTES[task.dtype], task.cluster, links, forwarding)
 
     def _host_copy(self, load: Load, name: str, parents: Parents, *, is_free: bool = False) -> TransferTable:
         """Between the devices of a model's home and their host's memory, all at once; in no time if it `is_free`."""

@@ -20,6 +20,7 @@ from realhf.planning.planner import task_of
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import load_problem
 from realhf.planning.problem.native import native_problem
+from realhf.planning.request import PlanRequest
 from realhf.planning.what_if import WhatIf
 from realhf.rundir.run import load_experiment_class
 from tests.unit.planning.graphs import all_options, cpu_cluster
@@ -166,7 +167,8 @@ def test_a_model_is_priced_as_its_setup_says() -> None:
     cluster = cpu_cluster(2, memory=2**32)
     needs = {}
     for features in ((), ("no-recomputation",)):
-        task = task_of(ResolvedExperiment(Recomputing()), cluster, what_if=WhatIf(prompt_tokens=64, features=features))
+        what_if = WhatIf(prompt_tokens=64, features=features)
+        task = task_of(ResolvedExperiment(Recomputing()), cluster, PlanRequest(offload=()), what_if)
         rows = {call.name: call for call in build_problem(task, all_options(task)).calls}
         needs[features] = {
             name: next(o.dynamic_bytes for o in rows[name].options if o.devices == (0, 1) and o.micro_batches == 1)

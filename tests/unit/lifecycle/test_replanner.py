@@ -17,7 +17,7 @@ from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import Mode, ReplanRequest
 from realhf.planning.planner import task_of
 from realhf.planning.predict import predict
-from realhf.planning.request import Measured
+from realhf.planning.request import Measured, PlanRequest
 from realhf.rundir.events import note, read_events
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
@@ -169,7 +169,8 @@ def test_factors_hold_for_every_option_of_a_call() -> None:
     experiment = ResolvedExperiment(load_experiment_class("experiments/ppo.py")())
     cluster = cpu_cluster(4, memory=2**33)
     plain, scaled = (
-        task_of(experiment, cluster, measured=Measured(call_factors=f)) for f in ({}, {"critic_train_step": 3.0})
+        task_of(experiment, cluster, PlanRequest(measured=Measured(call_factors=f)))
+        for f in ({}, {"critic_train_step": 3.0})
     )
     for path in ("tests/plans/dp4.json", "tests/plans/tp4.json"):
         before, after = (predict(task, load_plan(path)) for task in (plain, scaled))

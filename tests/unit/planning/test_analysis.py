@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as changed
 
-from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import Layout
 from realhf.planning.explain.analysis import COMPUTE, analyse
@@ -154,7 +153,7 @@ def test_remedies_know_what_a_search_may_choose() -> None:
     assert smallest_bytes
     assert smallest_bytes < plain_bytes / 2
     tight = replace(opened, cluster=with_memory(cluster, round(smallest_bytes)))
-    assert search_plan(tight, SearchBudget(evaluations=20_000), 0).prediction.fits
+    assert search_plan(tight, SearchBudget(evaluations=20_000)).prediction.fits
     less = replace(opened, cluster=with_memory(cluster, round(smallest_bytes * 0.9)))
     assert find_remedies(less).offload is None
 
@@ -171,8 +170,6 @@ def test_staleness_moves_generations_edge_only() -> None:
     assert [(a.child, a.steps_back, b.steps_back) for a, b in changes] == [("actor_generate", 1, 3)]
     assert graph.edges == ppo().edges
     assert with_staleness(graph, 0) is graph
-    with pytest.raises(UserError, match="--staleness -1 must be at least 0"):
-        with_staleness(graph, -1)
 
 
 def test_stale_rollouts_overlap_with_training_on_other_devices() -> None:

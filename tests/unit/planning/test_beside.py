@@ -79,7 +79,7 @@ def test_a_short_rule_hides_behind_other_calls_and_a_long_one_is_what_the_step_w
 
 def test_the_search_knows_it_and_proves_its_plan_as_python_simulates_it() -> None:
     of_rule = task(Rule(seconds_per_sample=0.01), devices=2)
-    found = search_plan(of_rule, SearchBudget(evaluations=3000), 0)
+    found = search_plan(of_rule, SearchBudget(evaluations=3000))
     assert found.certificate.proven
     assert found.plan.beside.keys() == {"judge"}
     assert {entry.call for entry in found.plan.order} == set(of_rule.graph.nodes)

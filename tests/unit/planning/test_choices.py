@@ -12,7 +12,8 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan, ExecutionPlan, OrderEntry
 from realhf.dataflow.rationale import Worth
 from realhf.geometry.layout import DeviceMesh, ParallelStrategy
-from realhf.planning import copies, dominance, mixes
+from realhf.planning import copies, dominance
+from realhf.planning import ways as ways_module
 from realhf.planning.dominance import Dominance, worthwhile
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
@@ -62,12 +63,12 @@ def test_one_choice_after_the_other_the_best_first(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_copies_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each source by itself, with the plan's own steps in flight and models in host memory."""
-    plan = structs.replace(copying({"b": "a", "c": "a"}), max_steps_in_flight=7, offload=("ref",), order=ORDER)
+    """Each source by itself."""
+    plan = structs.replace(copying({"b": "a", "c": "a"}), order=ORDER)
     plan = structs.replace(plan, calls=plan.calls | {"d": CallPlan(devices=(0, 1), copy_from="b")})
 
     def there(task: PlanningTask, of: ExecutionPlan) -> Prediction:
-        assert (task.max_steps_in_flight, task.offload, of.order) == (7, ("ref",), ())
+        assert (task, of.order) == (TASK, ())
         return predicted(5.0 if of.copies == {"d": "b"} else 6.0, fits=of.copies == {"d": "b"})
 
     monkeypatch.setattr(copies, "predict_in_best_order", there)
@@ -78,7 +79,7 @@ def test_what_copies_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_with_copies_in_the_better_of_two_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = predicted(3.0, structs.replace(copying({}), order=ORDER, max_steps_in_flight=3))
+    known = predicted(3.0, structs.replace(copying({}), order=ORDER))
     cases: list[tuple[Any, Any, float | None]] = [
         ((2.0, True), (1.0, True), 1.0), ((2.0, True), (3.0, True), 2.0), ((2.0, True), (1.0, False), 2.0),
         ((2.0, False), (1.0, False), None), ((2.0, True), None, 2.0),
@@ -87,7 +88,7 @@ def test_a_plan_with_copies_in_the_better_of_two_orders(monkeypatch: pytest.Monk
     for best, own, expected in cases:
 
         def in_best(task: Any, plan: Any, best: Any = best) -> Prediction:
-            assert (task.max_steps_in_flight, plan.copies, plan.order) == (3, {"b": "a"}, ())
+            assert (task, plan.copies, plan.order) == (TASK, {"b": "a"}, ())
             return predicted(best[0], plan, fits=best[1])
 
         def order_problem(plan: Any, graph: Any, own: Any = own) -> str:
@@ -95,7 +96,7 @@ def test_a_plan_with_copies_in_the_better_of_two_orders(monkeypatch: pytest.Monk
             return "" if own else "the source of the next step comes before the last taker"
 
         def in_own(task: Any, plan: Any, own: Any = own) -> Prediction:
-            assert (task.max_steps_in_flight, plan.copies, plan.order) == (3, {"b": "a"}, ORDER)
+            assert (task, plan.copies, plan.order) == (TASK, {"b": "a"}, ORDER)
             return predicted(own[0], plan, fits=own[1])
 
         monkeypatch.setattr(copies, "predict_in_best_order", in_best)
@@ -195,9 +196,9 @@ def test_ways_that_need_more_than_there_is_are_dropped() -> None:
 
 
 def labels(task: PlanningTask, name: str, *computes: CallCompute) -> list[Any]:
-    label = Dominance(task)._labels(task.graph.model_calls[name])
     row: Any = SimpleNamespace(strategy="row")
-    return [label((ParallelStrategy(dp=2), 1, compute), row) for compute in computes]
+    ways = [(ParallelStrategy(dp=2), 1, compute) for compute in computes]
+    return [Dominance(task)._label(task.graph.model_calls[name], way, row) for way in ways]
 
 
 def test_what_tells_ways_apart_beside_their_costs() -> None:
@@ -274,18 +275,18 @@ def test_modes_for_ways_that_may_be_the_fastest(
         asked.append((way[1], limit_bytes, way[2].data_parallel))
         return mixed
 
-    monkeypatch.setattr(mixes, "_mix", mix)
-    monkeypatch.setattr(mixes, "has_modes", lambda *words: True)
+    monkeypatch.setattr(ways_module, "_mix", mix)
+    monkeypatch.setattr(ways_module, "has_modes", lambda *words: True)
     sharded = CallCompute(data_parallel="fsdp")
     ways: list[Any] = [(ParallelStrategy(), count, compute) for count in zero1_s for compute in (AS_SET_UP, sharded)]
-    result = list(mixes.mixed_ways(task, SimpleNamespace(name="train"), ways))  # type: ignore[arg-type]
+    result = list(ways_module.mixed_ways(task, SimpleNamespace(name="train"), ways))  # type: ignore[arg-type]
     order = sorted(zero1_s, key=lambda count: zero1_s[count])
     expected = [count for count in order if count in found]
     assert [count for _, count, _ in result] == expected
     assert {compute for _, _, compute in result} <= {mixed}
     assert {data_parallel for _, _, data_parallel in asked} <= {None}
-    monkeypatch.setattr(mixes, "has_modes", lambda *words: False)
-    assert list(mixes.mixed_ways(task, SimpleNamespace(name="train"), ways)) == []  # type: ignore[arg-type]
+    monkeypatch.setattr(ways_module, "has_modes", lambda *words: False)
+    assert list(ways_module.mixed_ways(task, SimpleNamespace(name="train"), ways)) == []  # type: ignore[arg-type]
 
 
 def test_modes_in_each_of_the_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,9 +303,9 @@ def test_modes_in_each_of_the_memory_limits(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append((way[1], limit_bytes))
         return CallCompute(data_parallel=(("*", "sharded"),))
 
-    monkeypatch.setattr(mixes, "memory_limits", limits)
-    monkeypatch.setattr(mixes, "_mix", mix)
-    monkeypatch.setattr(mixes, "has_modes", lambda of, definition: (of, definition.name) == (task, "train"))
+    monkeypatch.setattr(ways_module, "memory_limits", limits)
+    monkeypatch.setattr(ways_module, "_mix", mix)
+    monkeypatch.setattr(ways_module, "has_modes", lambda of, definition: (of, definition.name) == (task, "train"))
     ways: list[Any] = [(ParallelStrategy(), count, CallCompute(data_parallel="fsdp")) for count in (2, 1)]
-    list(mixes.mixed_ways(task, SimpleNamespace(name="train"), ways))  # type: ignore[arg-type]
+    list(ways_module.mixed_ways(task, SimpleNamespace(name="train"), ways))  # type: ignore[arg-type]
     assert asked == [(1, 90), (2, 95), (1, 70), (2, 95)]

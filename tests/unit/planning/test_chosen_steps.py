@@ -36,13 +36,8 @@ class Asked:
         self.seconds, self.tried = seconds, list[int]()
         self.graph = SimpleNamespace(follows={k: SimpleNamespace(staleness=k) for k in stalenesses})
 
-    def varied(self, *, max_steps_in_flight: int, offload: tuple[str, ...]) -> "Asked":
-        assert offload == ("m",), "as the plan has them"
-        self.within = max_steps_in_flight
-        return self
-
     def predict(self, task: "Asked", plan: ExecutionPlan) -> Prediction:
-        assert (plan.max_steps_in_flight, plan.order) == (task.within, ()), "in an order of its own"
+        assert (task, plan.offload, plan.order) == (self, ("m",), ()), "in an order of its own"
         self.tried.append(plan.max_steps_in_flight)
         return predicted(plan.max_steps_in_flight, self.seconds[plan.max_steps_in_flight])
 
@@ -88,9 +83,9 @@ def test_a_search_ends_with_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     graph = DataflowGraph([call("sft", TINY, TRAIN_STEP, "prompts")], ["prompts"])
     task = task_of(graph, **settings(graph, cpu_cluster(1)))
-    assert search.search_plan(task, SearchBudget(evaluations=50), 0).plan.max_steps_in_flight == 2
+    assert search.search_plan(task, SearchBudget(evaluations=50)).plan.max_steps_in_flight == 2
     monkeypatch.setattr(search, "predict_in_best_order", faster_alone)
-    assert search.search_plan(task, SearchBudget(evaluations=50), 0).plan.max_steps_in_flight == 1
+    assert search.search_plan(task, SearchBudget(evaluations=50)).plan.max_steps_in_flight == 1
 
 
 def test_models_wait_in_host_memory_only_where_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,4 +136,4 @@ def test_a_plan_has_the_proof_in_its_notes_unless_its_own_order_beats_the_bound(
     notes = search._noted(found, certificate).plan.notes
     proof = {"lower_bound_s": 0.9, "proven_optimal": False} if is_noted else {}
     assert notes == {"seed": 1, "peak_memory_gib": 1.0, **proof}
-    assert search._unproven(search._noted(found, certificate)).plan.notes == {"seed": 1, "peak_memory_gib": 1.0}
+    assert search._noted(search._noted(found, certificate)).plan.notes == {"seed": 1, "peak_memory_gib": 1.0}

@@ -56,7 +56,7 @@ def analysis_of(prediction: Prediction) -> Analysis:
 def result_of(prediction: Prediction, **fields: Any) -> SearchResult:
     given: dict[str, Any] = {
         "certificate": Certificate(cost_s=2.0, lower_bound_s=1.0, proven=False), "evaluations": 12_345,
-        "evaluations_per_s": 1.0, "trace": ((0.5, 3.0),), "num_options": {"a": 3, "b": 4},
+        "evaluations_per_s": 1.0, "trace": ((0.5, 3.0),), "num_options": {"a": 3, "b": 4}, "rules": (),
     }  # fmt: skip
     return SearchResult(prediction=prediction, **given | fields)
 
@@ -225,14 +225,6 @@ def alternative(name: str, *features: str, plan: CallPlan | None = None, step_s:
     )
 
 
-def test_all_that_choices_are_worth() -> None:
-    alternatives = (alternative("a", "one", "two"), alternative("b", "three"))
-    found = comparison_of(alternatives=alternatives, offloading=(worth("four"),), copying=(worth("five"),))
-    assert [each.feature for each in found.worth] == ["one", "two", "three", "four", "five"]
-    stale = replace(found, result=result_of(predicted(staleness=1), fresher={0: 5.0}))
-    assert [each.feature for each in stale.worth][5:] == ["by weights 1 update old, not 0"]
-
-
 # --- the comparison
 
 
@@ -305,15 +297,16 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_searched_plan_is_described_with_what_the_search_knows(stand_ins: dict[str, Any]) -> None:
     """As the task of its own staleness; rules that fit may be the faster ones."""
     stale = replace(TASK, staleness=1)
-    result = result_of(predicted(staleness=1), rules=RULES)
+    result = result_of(predicted(staleness=1), rules=RULES, fresher={0: 5.0})
     found = comparison.describe(replace(TASK, more_stale=(stale,)), result)
     assert (found.task.staleness, found.task.more_stale, found.draws) == (1, (), ("draws", 1, ()))
+    assert found.worth == (worth("by weights 1 update old, not 0", 5.0, "rollouts"),)
     assert found.heuristic is RULES[0]
     assert found.result is result
-    assert found.hinges == ("hinge",)
+    assert found.hinges == ["hinge"]
     assert found.analysis.prediction == replace(result.prediction, transfer_s={"sure": 1.0})
     rules = {"heuristic": RULES[0].prediction, "colocate": RULES[3].prediction}
-    assert stand_ins == {"draws": found.draws, "prediction": result.prediction, "rules": rules}
+    assert stand_ins == {"draws": found.draws, "prediction": found.analysis.prediction, "rules": rules}
 
 
 def test_a_given_plan_is_predicted_beside_the_heuristic(
@@ -324,7 +317,8 @@ def test_a_given_plan_is_predicted_beside_the_heuristic(
     monkeypatch.setattr(comparison, "evaluate_preset", lambda name, task: (name, task.more_stale))
     found = comparison.describe(TASK, prediction.plan)
     assert (found.heuristic, found.result) == (("heuristic", ()), None)
-    assert (stand_ins["prediction"], stand_ins["rules"]) == (prediction, {})
+    assert found.analysis.prediction.step_s == 3.0
+    assert (found.hinges, stand_ins["rules"]) == (["hinge"], {})
 
 
 def test_a_plan_with_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +338,7 @@ class Drawn:
 def test_presets_beside_the_plan(is_searched: bool, stand_ins: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the search began with, each with how likely it is slower."""
     monkeypatch.setattr(intervals, "probability_faster", lambda one, other: (one, other))
-    monkeypatch.setattr(comparison, "_explained", lambda alone: replace(alone, copying=(worth("explained"),)))
+    monkeypatch.setattr(comparison, "_explained", lambda alone: replace(alone, worth=(worth("explained"),)))
     monkeypatch.setattr(comparison, "evaluate_presets", lambda task: RULES[1:] if task is TASK else ())
     prediction = predicted(2.0)
     result = result_of(prediction, rules=RULES) if is_searched else None
@@ -356,7 +350,7 @@ def test_presets_beside_the_plan(is_searched: bool, stand_ins: dict[str, Any], m
     assert last.analysis
     assert last.analysis.prediction.transfer_s == {"sure": 1.0}
     assert (last.analysis.step_s, last.slower, last.problem) == (6.0, (2.0, 6.0), "")
-    assert found.copying == (worth("explained"),)
+    assert found.worth == (worth("explained"),)
 
 
 @pytest.mark.parametrize(
@@ -371,14 +365,19 @@ def test_alternatives_are_of_the_breadth_that_was_searched_everywhere(
     certificate: Certificate | None, breadth: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prediction = predicted()
-    monkeypatch.setattr(comparison, "best_alternatives", lambda task, plan: [(task.breadth, plan)])
-    monkeypatch.setattr(comparison, "offload_worth", lambda *words: ["offload", *words])
-    monkeypatch.setattr(comparison, "copies_worth", lambda *words: ["copies", *words])
+    alternatives = (alternative("a", "one", "two"), alternative("b", "three"))
+
+    def best(task: PlanningTask, plan: ExecutionPlan) -> Sequence[Alternative]:
+        assert (task.breadth, plan) == (breadth, prediction.plan)
+        return alternatives
+
+    monkeypatch.setattr(comparison, "best_alternatives", best)
+    monkeypatch.setattr(comparison, "offload_worth", lambda *words: [worth("four")] * (words == (TASK, prediction)))
+    monkeypatch.setattr(comparison, "copies_worth", lambda *words: [worth("five")] * (words == (TASK, prediction)))
     result = result_of(prediction, certificate=certificate) if certificate else None
-    found = comparison._explained(comparison_of(prediction, result=result))
-    assert found.alternatives == ((breadth, prediction.plan),)
-    assert found.offloading == ("offload", TASK, prediction)
-    assert found.copying == ("copies", TASK, prediction)
+    found = comparison._explained(comparison_of(prediction, result=result, worth=(worth("stale"),)))
+    assert found.alternatives == alternatives
+    assert [each.feature for each in found.worth] == ["one", "two", "three", "four", "five", "stale"]
 
 
 def test_without_time_for_a_search_nothing_is_beside_the_plan() -> None:
@@ -397,7 +396,7 @@ def test_without_time_for_a_search_nothing_is_beside_the_plan() -> None:
 def test_the_reasons_of_a_plan(options: dict[str, int] | None, origin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prediction = predicted()
     other = alternative("b", "three", plan=CallPlan(devices=(0, 2), dp=2, micro_batches=2), step_s=3.0)
-    explained = {"alternatives": (alternative("a"), other), "offloading": (worth("four"),)}
+    explained = {"alternatives": (alternative("a"), other), "worth": (worth("three"), worth("four"))}
     monkeypatch.setattr(comparison, "_explained", lambda alone: replace(alone, **explained))
     result = None if options is None else result_of(prediction, num_options=options)
     alone = comparison_of(prediction, result=result)
@@ -436,7 +435,8 @@ def test_neighbours_with_the_same_needs_are_one_entry() -> None:
 HINGE = Hinge(rival="split", slower=0.6, constant="calls", low=0.5, high=2.0, measurement="layers")
 
 
-def test_the_comparison_as_data() -> None:
+def test_the_comparison_as_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hinge_module, "hinges", lambda *_: [HINGE])
     prediction = predicted(intervals=Intervals(step_s=(1.0, 3.0), call_s={}))
     task = replace(TASK, cluster=cpu_cluster(2, num_nodes=2, memory=2**31))
     known = alternative("b", "three", plan=CallPlan(devices=(0, 2), dp=2))
@@ -445,9 +445,9 @@ def test_the_comparison_as_data() -> None:
             prediction,
             task=task,
             result=result_of(prediction),
-            hinges=(HINGE,),
             presets=(Candidate(name="split", analysis=None, problem="too few devices"),),
             alternatives=(alternative("a"), known),
+            worth=(worth("three"),),
         )
     )
     assert found["cluster"] == {
@@ -464,7 +464,7 @@ def test_the_comparison_as_data() -> None:
     assert found["search_trace"] == ((0.5, 3.0),)
     assert [each["step_s"] for each in found["alternatives"]] == [None, 3.0]
     assert [each["call"] for each in found["alternatives"]] == ["a", "b"]
-    assert found["worth"] == [worth("three")]
+    assert found["worth"] == (worth("three"),)
     plan, preset = found["plans"]
     assert preset == {"name": "split", "feasible": False, "problem": "too few devices"}
     assert plan == {
@@ -477,8 +477,9 @@ def test_the_comparison_as_data() -> None:
 
 
 @pytest.mark.parametrize("large", [{}, {"wider_s": 1.5}, {"num_meshes": 3}])
-def test_a_certificate_as_data(large: dict[str, float]) -> None:
+def test_a_certificate_as_data(large: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """What only large clusters have is left out elsewhere, and so is that a plan was found."""
+    monkeypatch.setattr(hinge_module, "hinges", lambda *_: [])
     certificate = Certificate(cost_s=2.0, lower_bound_s=1.0, proven=False, **large)  # type: ignore[arg-type]
     found = comparison.summary(comparison_of(result=result_of(predicted(), certificate=certificate)))
     assert found["certificate"] == {

@@ -188,7 +188,7 @@ def test_a_search_says_what_its_proof_is_about() -> None:
     graph = turns("llama34b")
     lengths = Workload(prompt_tokens=256, new_tokens=256)
     task = task_of(graph, **settings(graph, parse_cluster("h100-2x8"), 256, lengths))
-    found = search_plan(task, SearchBudget(evaluations=5000), 0)
+    found = search_plan(task, SearchBudget(evaluations=5000))
     assert found.plan.copies == {"second": "first"}
     assert found.certificate.copying_s == found.prediction.step_s < found.certificate.cost_s
     assert "proven_optimal" not in found.plan.notes

@@ -189,7 +189,7 @@ def test_the_search_finds_the_best_of_all_combinations(part: float) -> None:
     limit = int(least + part * (most - least)) + 1
     best_s = min(plan["step_time"] for plan in plans if plan["peak_bytes"] <= limit)
     tight = replace(task, cluster=with_memory(task.cluster, limit))
-    found = search_plan(tight, SearchBudget(evaluations=20_000), 0)
+    found = search_plan(tight, SearchBudget(evaluations=20_000))
     assert found.certificate.proven
     assert found.certificate.cost_s == pytest.approx(best_s, rel=1e-9)
     assert found.prediction.fits
@@ -198,11 +198,11 @@ def test_the_search_finds_the_best_of_all_combinations(part: float) -> None:
 
 def test_a_search_recomputes_where_memory_is_short() -> None:
     task = on_gpus(train_and_read(replace(TINY, hidden_size=1024, intermediate_size=4096, num_layers=16)), 1)
-    roomy = search_plan(task, SearchBudget(evaluations=2000), 0)
+    roomy = search_plan(task, SearchBudget(evaluations=2000))
     assert roomy.plan.calls["actor_train_step"].compute == AS_SET_UP
     peak = roomy.prediction.peak_bytes
     found = search_plan(
-        replace(task, cluster=with_memory(task.cluster, int(0.9 * peak))), SearchBudget(evaluations=2000), 0
+        replace(task, cluster=with_memory(task.cluster, int(0.9 * peak))), SearchBudget(evaluations=2000)
     )
     assert found.plan.calls["actor_train_step"].compute != AS_SET_UP
     assert found.prediction.peak_bytes <= 0.9 * peak
@@ -222,10 +222,10 @@ def test_graphs_of_decode_steps_live_as_long_as_memory_allows() -> None:
     task = replace(
         on_gpus(generates_and_trains(), 1), batch_size=64, workload=Workload(prompt_tokens=2000, new_tokens=8)
     )
-    roomy = search_plan(task, SearchBudget(evaluations=2000), 0)
+    roomy = search_plan(task, SearchBudget(evaluations=2000))
     assert roomy.plan.calls["actor_generate"].compute == AS_SET_UP
     tight = replace(task, cluster=with_memory(task.cluster, int(0.9 * roomy.prediction.peak_bytes)))
-    found = search_plan(tight, SearchBudget(evaluations=2000), 0)
+    found = search_plan(tight, SearchBudget(evaluations=2000))
     assert found.plan.calls["actor_generate"].compute == CallCompute(decode_graphs="call")
     recorded_s = found.prediction.call_s["actor_generate"] - roomy.prediction.call_s["actor_generate"]
     assert recorded_s == pytest.approx(2 * 16 * task.costs.hardware.decode_launch_s), "twice 16 layers, once"

@@ -102,7 +102,7 @@ def test_what_the_times_of_transfers_can_depend_on(nodes: int, offload: tuple[st
     task = replace(TASK, cluster=cpu_cluster(2, num_nodes=nodes))
     draws = Draws(task, ALL, np.ones((1, len(ALL))))
     plan = ExecutionPlan(num_devices=1, calls={}, offload=offload)
-    assert draws._of_transfers(predicted(1.0, plan)) == names
+    assert draws._of_transfers(plan) == names
 
 
 # --- hinges
@@ -111,8 +111,10 @@ def test_what_the_times_of_transfers_can_depend_on(nodes: int, offload: tuple[st
 class Ends:
     """Of constants at their ends; `steps` by the seconds of a prediction."""
 
-    def __init__(self, steps: Mapping[float, Sequence[float]], factors: Any = None, costs: Any = None) -> None:
-        self.steps, self.factors = steps, factors
+    def __init__(
+        self, steps: Mapping[float, Sequence[float]], factors: Any = None, costs: Any = None, names: Any = ()
+    ) -> None:
+        self.steps, self.factors, self.names = steps, factors, names
         self.task = SimpleNamespace(costs=costs)
 
     def of(self, prediction: Prediction) -> PlanDraws:
@@ -130,10 +132,8 @@ def hinge_of(monkeypatch: pytest.MonkeyPatch, margins: Sequence[float], *, profi
     )
     draws: Any = Ends({1.0: [1.0] * 4, 1.1: [0.9, 1.1, 1.2, 1.0]}, costs=costs)
     factors = np.array([[0.5, 1, 1], [2.0, 1, 1], [1, 0.8, 1], [1, 1.25, 1], [1, 1, 0.9], [1, 1, 1.1]])
-    ends = Ends({1.0: [2.0] * 6, 1.1: [2.0 * (1 + margin) for margin in margins]}, factors)
-    doubt = SimpleNamespace(names=NAMES)
+    ends = Ends({1.0: [2.0] * 6, 1.1: [2.0 * (1 + margin) for margin in margins]}, factors, names=NAMES)
     monkeypatch.setattr(hinge_module, "at_ends", lambda task: ends if task is draws.task else None)
-    monkeypatch.setattr(hinge_module, "doubt_of", lambda of: doubt if of is costs else None)
     monkeypatch.setattr(hinge_module, "PARTS", ("layers",))
     monkeypatch.setattr(hinge_module, "measurement_of", lambda name: f"of {name}")
     return hinges(draws, predicted(1.0), {"rival": predicted(1.1)})
@@ -170,9 +170,8 @@ def test_only_rivals_that_may_be_faster_count(monkeypatch: pytest.MonkeyPatch) -
     }  # fmt: skip
     costs = SimpleNamespace(profiled=True, hardware="hardware")
     draws: Any = Ends(steps, costs=costs)
-    ends = Ends({s: [s - 0.02 * (s > 1), s] for s in steps}, np.array([[0.5], [2.0]]))
+    ends = Ends({s: [s - 0.02 * (s > 1), s] for s in steps}, np.array([[0.5], [2.0]]), names=("layers",))
     monkeypatch.setattr(hinge_module, "at_ends", lambda task: ends)
-    monkeypatch.setattr(hinge_module, "doubt_of", lambda of: SimpleNamespace(names=("layers",)))
     monkeypatch.setattr(hinge_module, "measurement_of", lambda name: name)
     assert hinges(draws, predicted(1.0), {str(s): predicted(s) for s in (3.0, 1.01, 1.02)}) == []
     ends.steps = {s: [s - 0.05 * (s > 1), s] for s in steps} | {2.9: [0.9, 2.9]}

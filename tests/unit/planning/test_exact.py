@@ -171,7 +171,7 @@ def test_the_certificate_of_a_search_says_so(nodes: int, seconds: float | None) 
     shared = of_task(graph, cluster, batch_size=nodes * 8, workload=Workload(prompt_tokens=64, new_tokens=0))
     costs = load_costs(graph.models, dtype="bfloat16", hardware=cluster.hardware)
     task = task_of(graph, **{**shared, "costs": costs, "dtype": "bfloat16"})
-    found = search_plan(task, SearchBudget(evaluations=1, seconds=seconds), 0)
+    found = search_plan(task, SearchBudget(evaluations=1, seconds=seconds))
     assert found.certificate.has_all_meshes is (nodes == 16)
     if seconds is None:
         assert ("on runs of blocks of nodes" in str(found.certificate)) is (nodes == 17)

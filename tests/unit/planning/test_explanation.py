@@ -74,7 +74,7 @@ def test_the_best_other_layouts_survive_the_plan_file(tmp_path: Path) -> None:
 def test_a_searched_plan_says_how_good_it_is() -> None:
     graph, cluster = ppo(), cpu_cluster(2)
     of = task(2)
-    result = search_plan(task_of(graph, **settings(graph, cluster)), SearchBudget(evaluations=2000), 1)
+    result = search_plan(task_of(graph, seed=1, **settings(graph, cluster)), SearchBudget(evaluations=2000))
     why = why_of(of, result)
     assert f"{result.evaluations:,} plans" in why.origin
     assert why.certificate.startswith("optimal" if result.certificate.proven else "no plan")

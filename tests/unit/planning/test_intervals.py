@@ -192,7 +192,7 @@ def test_where_no_constant_decides_the_calls_do() -> None:
 
 def test_the_comparison_says_how_sure_it_is() -> None:
     of = task()
-    result = search_plan(of, SearchBudget(evaluations=2000), 0)
+    result = search_plan(of, SearchBudget(evaluations=2000))
     alone = describe(of, result)
     assert alone.plan.intervals is not None
     assert set(alone.plan.intervals.call_s) == set(alone.plan.calls)

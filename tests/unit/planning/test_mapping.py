@@ -60,7 +60,7 @@ def test_allocations_keep_to_minima_and_sizes() -> None:
 def test_the_best_mapping_is_the_cheapest_of_all() -> None:
     """Stage by stage: the slowest group counts, and within a group the models add up."""
     mapper = Mapper(task(4))
-    best = mapper.best()
+    best = mapper.ranked()[0]
     costs = []
     for placement in placements(list(mapper.task.graph.models)):
         for sizes in itertools.product([1, 2, 4], repeat=len(placement)):
@@ -86,7 +86,7 @@ def test_stage_seconds_are_sums_of_calls() -> None:
 def test_groups_get_devices_of_their_own(devices: int, nodes: int) -> None:
     mapper = Mapper(task(devices, nodes))
     for placement in placements(list(mapper.task.graph.models)):
-        mapping = mapper.best([placement])
+        mapping = mapper.ranked([placement])[0]
         meshes = []
         for group in placement:
             [mesh] = {mapping.calls[call.name].mesh for m in group for call in mapper.task.graph.calls_of(m)}
@@ -122,14 +122,14 @@ def test_a_mapping_fits_whatever_the_memory(share: float) -> None:
     """Between what all models on all devices take at their fastest, and what a worker takes anyway: what is found
     fits."""
     free = task(4)
-    peak = max(predict(free, free.plan(Mapper(free).best().calls, preset="")).device_bytes)
+    peak = max(predict(free, free.plan(Mapper(free).ranked()[0].calls, preset="")).device_bytes)
     memory = int(WORKER_BYTES + (peak - WORKER_BYTES) * share)
     tight = replace(free, cluster=with_memory(free.cluster, memory))
     mapper = Mapper(tight)
     fitting = 0
     for placement in placements(list(tight.graph.models)):
         try:
-            mapping = mapper.best([placement])
+            mapping = mapper.ranked([placement])[0]
         except UserError:
             continue
         fitting += 1
@@ -154,4 +154,4 @@ def test_less_memory_needs_more_devices() -> None:
 
 def test_nothing_fits() -> None:
     with pytest.raises(UserError, match="none of 15 placements fits into the memory of 2 devices"):
-        Mapper(task(2, memory=1000)).best()
+        Mapper(task(2, memory=1000)).ranked()

@@ -234,8 +234,8 @@ def test_mappings_come_by_their_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     together, apart = (("x", "y"),), (("x",), ("y",))
     found = mapper.ranked([together, apart])
     assert [(each.placement, each.cost_s) for each in found] == [(apart, 9.0), (together, 11.0)]
-    assert mapper.best([together, apart]).placement == apart
-    assert mapper.best([together]).placement == together
+    assert mapper.ranked([together, apart])[0].placement == apart
+    assert mapper.ranked([together])[0].placement == together
     assert {name: each.devices for name, each in found[0].calls.items()} == {"x": (0, 2), "y": (2, 2)}
     assert (mapper.least_devices(("x",)), mapper.least_devices(("y",)), mapper.least_devices(("z",))) == (1, 2, None)
     with pytest.raises(UserError, match="none of 1 placements fits into the memory of 4 devices"):
@@ -257,13 +257,13 @@ def test_there_are_not_too_many_ways_to_look_at(monkeypatch: pytest.MonkeyPatch)
     """For x and y these are five: the placement, x on one device or on two, y beside it, and both once more."""
     apart = [(("x",), ("y",))]
     mapper = mapper_of(monkeypatch, SECONDS)
-    mapper.best(apart)
+    mapper.ranked(apart)
     assert mapper._allocations == 5
     monkeypatch.setattr(mapping, "_MOST_ALLOCATIONS", 5)
-    assert mapper_of(monkeypatch, SECONDS).best(apart).cost_s == 9.0
+    assert mapper_of(monkeypatch, SECONDS).ranked(apart)[0].cost_s == 9.0
     monkeypatch.setattr(mapping, "_MOST_ALLOCATIONS", 4)
     with pytest.raises(UserError) as error:
-        mapper_of(monkeypatch, SECONDS).best(apart)
+        mapper_of(monkeypatch, SECONDS).ranked(apart)
     assert str(error.value) == (
         "there are more than 4 ways to give 4 devices to 4 models; this rule is for smaller clusters"
     )

@@ -20,7 +20,7 @@ from realhf.planning.explain.analysis import BESIDE, COMPUTE, OFFLOAD, REALLOCAT
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
-from realhf.planning.predict import Prediction, fastest_order, possible_orders, steps_to_simulate
+from realhf.planning.predict import Prediction, fastest_order, possible_orders
 from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets, hybridflow, rule_plan
 from realhf.planning.problem.native import DeviceNeed, Event
 from realhf.planning.request import unwatched
@@ -130,15 +130,12 @@ def test_the_busiest_device_of_an_analysis(monkeypatch: pytest.MonkeyPatch) -> N
     problem = SimpleNamespace(calls=["a", "b"], num_devices=4, steps=2)
     plan = ExecutionPlan(num_devices=4, calls={})
 
-    def simulate(of: Any, choice: Any, steps: int, order: Any) -> list[Event]:
-        assert (of, choice, steps, order) == (problem, [0, 0], 2, "order")
-        return [Event(0, 0, 0.0, 3.0, []), Event(1, 0, 3.0, 4.0, [0])]
+    def simulated(*words: Any) -> tuple[Any, str, list[Event]]:
+        assert words == (TASK, plan)
+        return problem, "native", [Event(0, 0, 0.0, 3.0, []), Event(1, 0, 3.0, 4.0, [0])]
 
-    monkeypatch.setattr(analysis, "problem_of", lambda task, of: problem if (task, of) == (TASK, plan) else None)
-    monkeypatch.setattr(analysis, "native_problem", lambda of: of)
-    monkeypatch.setattr(analysis, "occupied", lambda of, choice: [(1, 2), (0,)])
-    monkeypatch.setattr(analysis, "sequence_of", lambda *words: "order" if words == (plan, TASK.graph, problem) else "")
-    monkeypatch.setattr(analysis, "simulate", simulate)
+    monkeypatch.setattr(analysis, "simulated", simulated)
+    monkeypatch.setattr(analysis, "occupied", lambda of, choice: {(0, 0): [(1, 2), (0,)]}[tuple(choice)])
     monkeypatch.setattr(analysis, "_span", lambda *words: next(spans))
     monkeypatch.setattr(analysis, "_chain", lambda events, spans, whole_s: {"whole": whole_s})
     found = analysis.analyse(TASK, predicted(2.0, plan=plan))
@@ -228,9 +225,9 @@ def test_orders_that_cannot_be_run_are_left_out(line: DataflowGraph, monkeypatch
 
 def test_the_fastest_of_the_possible_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many steps as show two periods; only calls have a place in an order."""
-    task = replace(TASK, max_steps_in_flight=3)
+    task = TASK
     names = list(task.graph.nodes)
-    plan = ExecutionPlan(num_devices=4, calls={})
+    plan = ExecutionPlan(num_devices=4, calls={}, max_steps_in_flight=3)
 
     def trace(choice: Sequence[int], steps: int, order: Any) -> list[tuple[int, int, float, float, list[int]]]:
         assert (choice, steps, order) == ([1, 2], 12, ())
@@ -248,7 +245,6 @@ def test_the_fastest_of_the_possible_orders(monkeypatch: pytest.MonkeyPatch) -> 
     )
     native: Any = SimpleNamespace(trace=trace)
     assert fastest_order(task, plan, native, [1, 2]).plan.order == ordered("fast")
-    assert [steps_to_simulate(steps) for steps in (1, 2, 5)] == [8, 10, 16]
 
 
 def test_a_plan_fits_up_to_the_last_byte() -> None:
@@ -556,12 +552,12 @@ def test_calls_of_the_heuristic_take_the_fastest_number_that_fits(monkeypatch: p
 
 
 def test_each_model_on_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def best(among: Any) -> Any:
+    def ranked(among: Any) -> Any:
         assert among == [(("actor",), ("reward",), ("ref",), ("critic",))]
-        return SimpleNamespace(meshes=lambda task: ("meshes", task))
+        return [SimpleNamespace(meshes=lambda task: ("meshes", task)), "dearer"]
 
     monkeypatch.setattr(presets, "_best_on", lambda task, meshes, preset: (task, meshes, preset))
-    mapper: Any = SimpleNamespace(task=TASK, best=best)
+    mapper: Any = SimpleNamespace(task=TASK, ranked=ranked)
     found: Any = presets.standalone(mapper)
     assert found == (TASK, ("meshes", TASK), "standalone")
     monkeypatch.setattr(presets, "_all_devices", lambda task: "all")

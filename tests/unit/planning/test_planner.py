@@ -46,11 +46,8 @@ def request_of(given: ExecutionPlan | None = None, **fields: Any) -> PlanRequest
 
 @pytest.mark.parametrize("given", [None, PLAN])
 def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the cluster of a given plan, or the best that a search finds; checked and explained."""
-    request = request_of(
-        given, offload=("ref",), saves=True, measured=MEASURED, staleness=None if given else 1,
-        budget=SearchBudget(evaluations=5),
-    )  # fmt: skip
+    """For the devices of a given plan, or those that are asked for; checked and explained."""
+    request = request_of(given, budget=SearchBudget(evaluations=5))
     experiment: Any = object()
     cluster = object()
 
@@ -59,11 +56,8 @@ def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.
         assert num_devices == (3 if given else None)
         return cluster
 
-    def task(of: Any, on: Any, **words: Any) -> Any:
-        assert (of, on) == (experiment, cluster)
-        stalenesses = (2,) if given else (1,)
-        expected = {"offload": ("ref",), "saves": True, "measured": MEASURED, "stalenesses": stalenesses}
-        assert words == expected
+    def task(*words: Any) -> Any:
+        assert words == (experiment, cluster, request)
         return TASK
 
     def search(*words: Any) -> str:
@@ -105,8 +99,8 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What tasks are made of."""
     asked: list[Any] = []
 
-    def task(*words: Any, **more: Any) -> str:
-        asked.append((*words, more))
+    def task(*words: Any) -> str:
+        asked.append(words)
         return f"task {len(asked)}"
 
     monkeypatch.setattr(planner, "task_of", task)
@@ -120,18 +114,17 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_tasks_of_clusters(cases: list[Any]) -> None:
     experiment = ResolvedExperiment(SimpleNamespace(rpcs=list(ppo().calls.values())))
-    request = request_of(PLAN, offload=("ref",), measured=MEASURED, devices=DevicesRequest(nodes=2))
+    request = request_of(PLAN, devices=DevicesRequest(nodes=2))
     found = tasks_of(experiment, request, WhatIfRequest(clusters="a,b", stalenesses="1"))
     assert found == {"a": "task 1", "b": "task 2"}
-    words = {"what_if": WhatIf(staleness=1), "offload": ("ref",), "measured": MEASURED, "stalenesses": (2,)}
-    assert cases == [(experiment, "a 2 3", words), (experiment, "b 2 3", words)]
+    assert cases == [(experiment, f"{name} 2 3", request, WhatIf(staleness=1)) for name in "ab"]
 
 
 def test_tasks_of_stalenesses(cases: list[Any]) -> None:
     experiment = ResolvedExperiment(SimpleNamespace(rpcs=list(ppo().calls.values())))
     found = tasks_of(experiment, request_of(), WhatIfRequest(stalenesses="1,0"))
     assert found == {"staleness 0": "task 1", "staleness 1": "task 2"}
-    assert [each[-1]["what_if"].staleness for each in cases] == [0, 1]
+    assert [each[-1].staleness for each in cases] == [0, 1]
     assert cases[0][1] == "one 1 None"
 
 
@@ -162,7 +155,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_task_of_an_experiment(costs: list[Any]) -> None:
     cluster = cpu_cluster(2)
-    task = task_of(EXPERIMENT, cluster, measured=MEASURED, offload=("reward",), saves=True)
+    task = task_of(EXPERIMENT, cluster, PlanRequest(measured=MEASURED, offload=("reward",), saves=True))
     [(models, words)] = costs
     assert models == ["actor", "reward", "reference", "critic"]
     engine = replace(ENGINE, copies_checkpoints=True)
@@ -181,11 +174,9 @@ def test_the_task_of_an_experiment(costs: list[Any]) -> None:
     assert set(task.open_choices) == set(models)
     assert "recomputation" in task.open_choices["actor"]
     assert (task.workload.prompt_tokens, task.workload.new_tokens) == (EXPERIMENT.dataset.lengths()["prompt"].mean, 9)
-    free = task_of(EXPERIMENT, cluster, offload=None)
+    free = task_of(EXPERIMENT, cluster, PlanRequest())
     assert (free.offload, free.may_offload) == ((), True)
-    plain = task_of(EXPERIMENT, cluster)
-    assert (plain.offload, plain.may_offload) == ((), False)
-    assert [words["features"].copies_checkpoints for _, words in costs[1:]] == [False] * 2
+    assert [words["features"].copies_checkpoints for _, words in costs[1:]] == [False]
     assert (costs[1][1]["root"], costs[1][1]["ignores_runs"]) == (None, False)
 
 
@@ -197,7 +188,7 @@ def test_the_task_of_what_would_be(costs: list[Any], tmp_path: Path) -> None:
         prompt_tokens=5, new_tokens=7, response_lengths=lengths, batch_size=16, dtype="bfloat16", staleness=1,
         features=("no-zero1", "no-recomputation"),
     )  # fmt: skip
-    task = task_of(EXPERIMENT, cpu_cluster(2), what_if=what_if)
+    task = task_of(EXPERIMENT, cpu_cluster(2), PlanRequest(), what_if)
     [(_, words)] = costs
     assert (words["dtype"], task.dtype, task.batch_size, task.max_steps_in_flight) == ("bfloat16", "bfloat16", 16, 3)
     assert (task.workload.prompt_tokens, task.workload.new_tokens, task.workload.max_new_tokens) == (5, 3, 7)
@@ -216,20 +207,20 @@ def test_keys_and_lengths_are_of_the_data_set_or_those_that_a_request_needs(
     lengths = {"prompt": KeyLengths.constant(6), "label": KeyLengths.constant(1)}
     dataset = SimpleNamespace(keys=("prompt", "label"), lengths=lambda: lengths)
     monkeypatch.setattr(PPOExperiment, "dataset", dataset)
-    task = task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2), what_if=what_if)
+    task = task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2), PlanRequest(), what_if)
     assert task.workload.prompt_tokens == tokens
     assert task.graph.dataset_keys == keys
 
 
 def test_larger_models_have_the_settings_of_published_measurements(costs: list[Any]) -> None:
-    task = task_of(EXPERIMENT, cpu_cluster(2), what_if=WhatIf(model_types={"actor": "llama7b"}))
+    task = task_of(EXPERIMENT, cpu_cluster(2), PlanRequest(), WhatIf(model_types={"actor": "llama7b"}))
     assert (task.workload.prompt_tokens, task.workload.new_tokens, task.dtype) == (1024, 1024, "bfloat16")
     assert task.graph.models["actor"].hidden_size == 4096
 
 
 def test_the_staleness_of_a_task_may_be_open(costs: list[Any]) -> None:
     """The task is of the first, and the others are in `more_stale`, each with the steps in flight that it needs."""
-    task = task_of(EXPERIMENT, cpu_cluster(2), stalenesses=(0, 1, 2))
+    task = task_of(EXPERIMENT, cpu_cluster(2), PlanRequest(staleness_up_to=2))
     tasks = [task, *task.more_stale]
     assert [each.staleness for each in tasks] == [0, 1, 2]
     assert [each.max_steps_in_flight for each in tasks] == [2, 2, 3]
@@ -243,12 +234,13 @@ def test_only_models_of_this_engine_have_modes_by_operator(costs: list[Any], mon
     setups = EXPERIMENT.setups | {"critic": replace(EXPERIMENT.setups["critic"], backend="megatron")}
     monkeypatch.setattr(PPOExperiment, "models", setups)
     assert (setups["actor"].backend, NATIVE) == ("native", "native")
-    assert task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2)).mixed == {"actor", "reward", "reference"}
+    task = task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2), PlanRequest())
+    assert task.mixed == {"actor", "reward", "reference"}
 
 
 def test_what_a_task_cannot_be(costs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="'nobody' is no model"):
-        task_of(EXPERIMENT, cpu_cluster(2), offload=("nobody",))
+        task_of(EXPERIMENT, cpu_cluster(2), PlanRequest(offload=("nobody",)))
 
     def rows(graph: DataflowGraph, batch_size: int) -> int:
         raise UserError(f"no rows of {batch_size}")
@@ -256,15 +248,15 @@ def test_what_a_task_cannot_be(costs: list[Any], monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(DataflowGraph, "rows_per_step", rows)
         with pytest.raises(UserError, match="no rows of 7"):
-            task_of(EXPERIMENT, cpu_cluster(2), what_if=WhatIf(batch_size=7))
+            task_of(EXPERIMENT, cpu_cluster(2), PlanRequest(), WhatIf(batch_size=7))
     asked: list[Any] = []
     monkeypatch.setattr(planner, "check_devices", lambda pools, devices: asked.append((list(pools), devices)))
-    task_of(EXPERIMENT, cpu_cluster(2, num_nodes=2))
+    task_of(EXPERIMENT, cpu_cluster(2, num_nodes=2), PlanRequest())
     assert asked == [([], 4)]
     setups = EXPERIMENT.setups | {"reward": ModelSetup(dtype="bfloat16")}
     monkeypatch.setattr(PPOExperiment, "models", setups)
     with pytest.raises(UserError, match=r"several dtypes \(bfloat16, float32\); give all of them one"):
-        task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2))
+        task_of(ResolvedExperiment(EXPERIMENT.source), cpu_cluster(2), PlanRequest())
 
 
 @pytest.mark.parametrize(
@@ -300,7 +292,7 @@ def test_a_search_has_the_budget_of_the_experiment_where_no_other_is_given(
     monkeypatch.setattr(planner, "check_plan", lambda *words: checked.append(words))
     assert search_for(OPEN, budget) is best
     share = SearchBudget(evaluations=evaluations, seconds=seconds)
-    assert asked == [(OPEN.varied(), share, 9, unwatched)]
+    assert asked == [(OPEN.varied(), share, unwatched)]
     assert checked == [(best.plan, OPEN.graph, OPEN.batch_size)], "what was found is checked once"
 
 

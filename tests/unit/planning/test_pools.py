@@ -42,12 +42,12 @@ def test_meshes_of_a_pool() -> None:
 
 def test_a_searched_plan_and_what_it_is_compared_with_keep_to_the_pools() -> None:
     task = confined(POOLS)
-    found = search_plan(task, BUDGET, seed=0)
+    found = search_plan(task, BUDGET)
     alternatives = {each.call: each.option for each in best_alternatives(task, found.plan) if each.option}
     for plan in (found.plan.calls, alternatives):
         for name, call in plan.items():
             assert call.mesh in POOLS[task.graph.calls[name].model_name]
-    free = search_plan(confined({}), BUDGET, seed=0)
+    free = search_plan(confined({}), BUDGET)
     assert found.certificate.lower_bound_s >= free.certificate.lower_bound_s
     assert sum(found.num_options.values()) < sum(free.num_options.values())
 
@@ -63,7 +63,7 @@ def test_rules_that_leave_the_pools_are_no_plans() -> None:
 
 def test_a_model_without_a_pool_may_use_all_devices() -> None:
     task = confined({"critic": Pool("one", devices=[3])})
-    plan = search_plan(task, BUDGET, seed=0).plan
+    plan = search_plan(task, BUDGET).plan
     assert plan.calls["critic_train_step"].devices == plan.calls["critic_inference"].devices == (3, 1)
     assert any(call.devices != (3, 1) for call in plan.calls.values())
 
@@ -75,7 +75,7 @@ def test_what_cannot_fit_is_refused() -> None:
     graph = DataflowGraph(list(nothing.calls.values()), nothing.dataset_keys, pools={"actor": Pool("p", devices=[0])})
     small = task_of(graph, **settings(graph, cpu_cluster(4)))
     with pytest.raises(UserError, match="no plan fits into memory"):
-        search_plan(small, BUDGET, seed=0)
+        search_plan(small, BUDGET)
     peak = smallest_peak_bytes(small)
     assert peak is not None
     assert peak > 7e9 * 16, "all of a trained model on the pool's one device"

@@ -225,7 +225,7 @@ def test_a_sharded_home_gathers_for_those_who_read_in_it(prefetch: bool | None) 
     assert reader.work(strategy, 1).gathered_bytes() != other.work(strategy, 1).gathered_bytes()
     gathered_s = home.gathering_s(strategy, 2) + reader.gathering_s(strategy, 1)
     assert reader.gathering_s(strategy, 1) > 0
-    assert row.time_s == home.seconds(strategy, 2) + gathered_s == seconds_of(task, train, strategy, 2, sharded)
+    assert row.time_s == home.seconds(strategy, 2) + gathered_s == seconds_of(task, home, strategy, 2)
     gathered = reader.work(strategy, 1).gathered_bytes()
     assert gathered > 0
     assert row.static_bytes == home.static_bytes(strategy) + gathered

@@ -79,7 +79,7 @@ def random_task(seed: int) -> PlanningTask:
 def check_no_worse_than_a_rule(seed: int) -> None:
     task, seconds = random_task(seed), random.Random(seed).choice((0.2, 0.5, 1.0))
     try:
-        found = search_plan(task, SearchBudget(seconds=seconds), seed)
+        found = search_plan(replace(task, seed=seed), SearchBudget(seconds=seconds))
     except UserError as error:
         assert "fits into memory" in str(error), "then no rule may have a plan that fits"  # noqa: PT017
         assert all(rule.problem for rule in evaluate_presets(task))
@@ -269,7 +269,7 @@ def test_the_ways_to_run_a_call_that_are_searched_are_those_there_is_time_for() 
 
 def test_without_time_for_a_search_the_best_rule_is_the_answer_and_is_explained() -> None:
     task = on_h100(4)
-    found = search_plan(task, SearchBudget(seconds=0.01), 1)
+    found = search_plan(replace(task, seed=1), SearchBudget(seconds=0.01))
     rules = [rule.prediction.step_s for rule in evaluate_presets(task) if rule.prediction and not rule.problem]
     assert found.prediction.step_s == min(rules)
     assert (found.evaluations, found.num_options, found.certificate.proven) == (0, {}, False)
@@ -283,17 +283,17 @@ def test_where_nothing_fits_as_it_is_set_up_a_short_search_looks_at_all() -> Non
     task = on_h100(1, "llama13b", 30)
     assert all(rule.problem for rule in evaluate_presets(task))
     assert breadth_in_time(task, 0.05) != "all"
-    found = search_plan(task, SearchBudget(seconds=0.05), 1)
+    found = search_plan(replace(task, seed=1), SearchBudget(seconds=0.05))
     assert found.prediction.fits
     assert found.certificate.breadth == "all"
     with pytest.raises(UserError, match="no plan fits"):
-        search_plan(replace(task, open_choices={}), SearchBudget(seconds=0.05), 1)
+        search_plan(replace(task, open_choices={}, seed=1), SearchBudget(seconds=0.05))
 
 
 def test_a_varied_task_knows_what_the_task_knows_and_answers_alike() -> None:
     """What options take does not depend on the models in host memory, steps in flight or what is searched."""
     task = on_h100(1)
-    search_plan(task, SearchBudget(evaluations=100), 1)
+    search_plan(replace(task, seed=1), SearchBudget(evaluations=100))
     varied = task.varied(offload=("reward",), max_steps_in_flight=2)
     assert varied.known is task.known
     afresh = replace(task, offload=("reward",), max_steps_in_flight=2)
@@ -309,4 +309,4 @@ def test_a_varied_task_knows_what_the_task_knows_and_answers_alike() -> None:
 def test_memory_that_no_model_fits_into_is_said() -> None:
     small = task_on(cpu_cluster(2))
     with pytest.raises(UserError, match="no plan fits into memory"):
-        search_plan(replace(small, cluster=with_memory(small.cluster, MIB)), SearchBudget(evaluations=100), 1)
+        search_plan(replace(small, cluster=with_memory(small.cluster, MIB), seed=1), SearchBudget(evaluations=100))

@@ -57,7 +57,7 @@ def test_the_fewest_layers_that_fit(part: float) -> None:
         assert one_mini_batch == sorted(one_mini_batch)
         slope = (one_mini_batch[3] - one_mini_batch[0]) / MODEL.num_layers
         assert one_mini_batch[2] == pytest.approx(one_mini_batch[0] + number * slope)
-    found = search_plan(tight, SearchBudget(evaluations=2000), 0)
+    found = search_plan(tight, SearchBudget(evaluations=2000))
     chosen = found.plan.calls[NAME].compute
     assert found.prediction.fits
     fitting = [o for o in options_to_search(tight, NAME) if least(tight, o) <= limit]

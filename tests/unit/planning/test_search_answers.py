@@ -15,6 +15,7 @@ from realhf.planning import search
 from realhf.planning.certificate import Certificate
 from realhf.planning.options import Option
 from realhf.planning.predict import Prediction
+from realhf.planning.problem.native import SearchRequest
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import NothingFitsError, SearchResult
 from realhf.planning.task import PlanningTask
@@ -94,12 +95,11 @@ def test_options_may_take_two_fifths_of_what_is_left(
     assert search.breadth_in_time(replace(TASK, breadth="plain"), 1.0) == "plain"
 
 
-def prepared_of(**words: Any) -> search._Prepared:
-    fields: dict[str, Any] = {
-        "task": TASK, "rules": [], "known": [], "options": {"a": [0] * 2000}, "num_options": {"a": 3}, "starts": [],
-        "native": None, "seconds": 0.0,
-    }  # fmt: skip
-    return search._Prepared(**fields | words)
+ALONE = "actor_train_step"
+
+
+def options_of(number: int) -> dict[str, list[Option]]:
+    return {ALONE: [Option(Layout(DeviceMesh(0, 1), ParallelStrategy()), 1)] * number}
 
 
 @pytest.mark.parametrize(
@@ -108,40 +108,42 @@ def prepared_of(**words: Any) -> search._Prepared:
         (SearchBudget(evaluations=1000), 0.5, 4.0, (500, None)),
         (SearchBudget(evaluations=1), 0.2, 4.0, (1, None)),
         (SearchBudget(), 0.5, 4.0, (20_000, None)),
-        (SearchBudget(seconds=10), 0.5, 4.0, (20_000, 4.0)),  # half of 10 s without half of 4 s
-        (SearchBudget(seconds=10), 0.5, 20.0, (20_000, 0.05)),
+        (SearchBudget(seconds=14), 0.5, 4.0, (20_000, 4.0)),  # half of 10 s without half of 4 s
+        (SearchBudget(seconds=30), 0.5, 20.0, (20_000, 0.05)),
     ],
 )
-def test_a_share_of_what_is_left_beside_what_will_be_said(
-    budget: SearchBudget, share: float, seconds: float, expected: tuple[int, float | None], monkeypatch: Any
-) -> None:
-    clock, _ = budget_clock(monkeypatch, budget)
-    request = prepared_of(seconds=seconds, starts=[[1]]).request(clock, share, 3)
-    assert (request.budget.evaluations, request.budget.seconds) == expected
-    assert (request.seed, request.starts) == (3, [[1]])
-
-
-def test_tables_are_made_of_the_options_and_of_the_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option that only a start has counts among the tables' and not among those of the search."""
-    now, said = SimpleNamespace(s=5.0), list[tuple[str, str]]()
-    monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: now.s))
-    name = "actor_train_step"
-    rows = {name: [Option(Layout(DeviceMesh(0, 1), ParallelStrategy()), 1)] * 1}
-    known = [predicted(1.0, calls={name: CallPlan(devices=(0, 2), dp=2)})]
-    monkeypatch.setattr(search, "worthwhile_options", lambda task: rows)
+def test_a_search_has_tables_starts_and_a_share_of_what_is_left_beside_what_will_be_said(
+    budget: SearchBudget, share: float, seconds: float, expected: tuple[int, float | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Options and tables take `seconds`. An option that only a start has counts among the tables' and not among those
+    of the search."""
+    clock, now = budget_clock(monkeypatch, budget)
+    said, rows = list[tuple[str, str]](), options_of(1999)
+    known = [predicted(1.0, calls={ALONE: CallPlan(devices=(0, 2), dp=2)})]
 
     def build(task: Any, options: Any, *, groups: bool) -> Any:
         assert not gc.isenabled()
-        now.s = 7.5
-        return (options, groups)
+        assert (task, options, groups) == (TASK, rows, True)
+        now.s += seconds
+        return "problem"
 
+    monkeypatch.setattr(search, "worthwhile_options", lambda task: rows)
     monkeypatch.setattr(search, "build_problem", build)
-    monkeypatch.setattr(search, "native_problem", lambda problem: ("native", *problem))
-    prepared = search._prepare(TASK, list(RULES), known, lambda *words: said.append(words))
-    assert said == [("options", ""), ("tables", "2 options")]
-    assert (prepared.num_options, prepared.starts, prepared.seconds) == ({name: 1}, [[1]], 2.5)
-    assert prepared.native == ("native", rows, True)
-    assert (prepared.task, prepared.rules, prepared.known, prepared.options) == (TASK, list(RULES), known, rows)
+    monkeypatch.setattr(search, "native_problem", lambda problem: ("native", problem))
+    prepared = search._prepare(TASK, known, clock, share, lambda *words: said.append(words))
+    assert said == [("options", ""), ("tables", "2,000 options")]
+    assert (prepared.options, prepared.num_options) == (rows, {ALONE: 1999})
+    assert prepared.native == ("native", "problem")
+    request = prepared.request
+    assert (request.budget.evaluations, request.budget.seconds) == expected
+    assert (request.seed, request.starts) == (7, [[1999]])
+
+
+def prepared_of(starts: Sequence[Sequence[int]] = ()) -> search._Prepared:
+    request = SearchRequest(budget=SearchBudget(), starts=starts)
+    native: Any = Native()
+    return search._Prepared(options_of(2), {"a": 3}, native, request)
 
 
 def test_starts_are_numbers_of_options_whatever_groups_they_have() -> None:
@@ -211,8 +213,7 @@ def answer(
     monkeypatch.setattr(search, "_ordered", ordered)
     monkeypatch.setattr(PlanningTask, "plan", lambda self, calls, **notes: (calls, notes))
     starts = [[3 + place] for place in range(len(known))]
-    prepared = prepared_of(task=task, native=Native(), known=list(known), starts=starts, rules=list(RULES))
-    result = search._result(prepared, found_of(**words), 7)
+    result = search._result(task, RULES, known, prepared_of(starts), found_of(**words))
     costs = "measured" if task.costs.profiled else "analytic"
     assert plans in ([], [(("calls", [2]), {"costs": costs, "seed": 7, "evaluations": 30})])
     return result
@@ -235,7 +236,7 @@ def test_the_plan_says_whether_its_costs_were_measured(monkeypatch: pytest.Monke
     monkeypatch.setattr(PlanningTask, "plan", lambda self, calls, **notes: said.append(notes["costs"]))
     for profiled in (True, False):
         monkeypatch.setattr(type(TASK.costs), "profiled", profiled)
-        search._result(prepared_of(native=Native()), found_of(), 7)
+        search._result(TASK, RULES, [], prepared_of(), found_of())
     assert said == ["measured", "analytic"]
 
 
@@ -282,7 +283,7 @@ def test_notes_are_rounded() -> None:
     certificate = Certificate(cost_s=1.0, lower_bound_s=0.123456789, proven=False)
     notes = {"peak_memory_gib": 1.235, "lower_bound_s": 0.123457, "proven_optimal": False}
     assert search._noted(found, certificate).plan.notes == notes
-    assert search._unproven(found).plan.notes == {"peak_memory_gib": 1.235}
+    assert search._noted(found).plan.notes == {"peak_memory_gib": 1.235}
     unknown = replace(found, plan=structs.replace(found.plan, predicted_step_s=None))
     assert search._noted(unknown, certificate).plan.notes == {"peak_memory_gib": 1.235}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
 from realhf.planning import search
@@ -21,7 +20,7 @@ from realhf.planning.search import NothingFitsError, SearchResult
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import cpu_cluster, ppo, settings, task_of
 
-TASK = task_of(ppo(), **settings(ppo(), cpu_cluster(4)))
+TASK = task_of(ppo(), seed=7, **settings(ppo(), cpu_cluster(4)))
 
 
 LARGE = replace(TASK, cluster=cpu_cluster(4, num_nodes=17))  # 68 devices
@@ -107,13 +106,13 @@ def test_a_search_near_the_plan_follows_where_not_all_was_searched_by_itself(
     first, best, wider = search._Sets([result_of(1.0)], [], 1), result_of(0.9), result_of(0.8)
     near = search._Sets([wider], [], 1)
 
-    def sets(of: Any, clock: Any, seed: int, watch: Any, *, part: float) -> search._Sets:
-        assert (of, clock.budget, seed, watch) == (task, budget, 7, unwatched)
+    def sets(of: Any, clock: Any, watch: Any, *, part: float) -> search._Sets:
+        assert (of, clock.budget, watch) == (task, budget, unwatched)
         asked.append(part)
         return first
 
-    def near_of(of: Any, clock: Any, found: Any, seed: int, watch: Any) -> search._Sets:
-        assert (of, clock.budget, found, seed, watch) == (task, budget, first, 7, unwatched)
+    def near_of(of: Any, clock: Any, found: Any, watch: Any) -> search._Sets:
+        assert (of, clock.budget, found, watch) == (task, budget, first, unwatched)
         return near
 
     budget = SearchBudget(evaluations=10)
@@ -122,7 +121,7 @@ def test_a_search_near_the_plan_follows_where_not_all_was_searched_by_itself(
     monkeypatch.setattr(search, "_best_of", lambda of, found: best if (of, found) == (task, first) else None)
     both = [task, best, near]
     monkeypatch.setattr(search, "_with_wider", lambda *words: wider if list(words) == both else None)
-    assert search.search_plan(task, budget, 7) is (best if part == 1.0 else wider)
+    assert search.search_plan(task, budget) is (best if part == 1.0 else wider)
     assert asked == [part]
 
 
@@ -135,13 +134,7 @@ def test_where_nothing_fits_the_smallest_plan_of_all_is_told(monkeypatch: pytest
     monkeypatch.setattr(search, "_search_sets", sets)
     monkeypatch.setattr(search, "_search_near", sets)
     with pytest.raises(NothingFitsError, match=r"needs 1\.00 GiB"):
-        search.search_plan(LARGE, SearchBudget(), 0)
-
-
-def test_models_that_are_none_are_refused_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_search_sets", None)
-    with pytest.raises(UserError, match="'nobody' is no model"):
-        search.search_plan(replace(TASK, offload=("nobody",)), SearchBudget(), 0)
+        search.search_plan(LARGE, SearchBudget())
 
 
 # --- near a plan
@@ -160,8 +153,8 @@ class Near:
             self.left_s.append(left_s)
             return breadth
 
-        def sets(task: Any, clock: search._Clock, seed: int, watch: Any, *, begins: Any) -> search._Sets:
-            self.asked.append((task.near, task.breadth, clock.budget, seed, watch, begins))
+        def sets(task: Any, clock: search._Clock, watch: Any, *, begins: Any) -> search._Sets:
+            self.asked.append((task.near, task.breadth, clock.budget, watch, begins))
             return self.found
 
         monkeypatch.setattr(search, "breadth_in_time", in_time)
@@ -187,17 +180,17 @@ def test_a_search_near_the_best_plan_is_on_its_meshes(
     clock, _ = budget_clock(monkeypatch, budget)
     best = result_of(1.0, calls=ON)
     sets = search._Sets([result_of(2.0), best], [], 1)
-    assert search._search_near(LARGE, clock, sets, 3, unwatched) is near.found
+    assert search._search_near(LARGE, clock, sets, unwatched) is near.found
     meshes = (DeviceMesh(2, 2), DeviceMesh(0, 2))
     rest = SearchBudget(evaluations=evaluations, seconds=seconds)
-    assert near.asked == [(meshes, "all", rest, 3, unwatched, best)]
+    assert near.asked == [(meshes, "all", rest, unwatched, best)]
     assert near.left_s == [clock.left_s]
 
 
 def test_where_no_plan_was_found_it_is_on_the_cluster_and_its_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     near = Near(monkeypatch, {3: 30_000})
     clock, _ = budget_clock(monkeypatch, SearchBudget(evaluations=100))
-    search._search_near(TASK, clock, search._Sets([], [nothing_fits()], 1), 3, unwatched)
+    search._search_near(TASK, clock, search._Sets([], [nothing_fits()], 1), unwatched)
     [(meshes, *_, begins)] = near.asked
     assert (meshes, begins) == ((DeviceMesh(0, 4), DeviceMesh(0, 2), DeviceMesh(2, 2)), None)
 
@@ -207,7 +200,7 @@ def test_too_many_ways_are_searched_on_fewer_meshes(most: int, kept: int, monkey
     """On one they are searched however many there are."""
     near = Near(monkeypatch, {3: 40_000, 2: most, 1: 50_000})
     clock, _ = budget_clock(monkeypatch, SearchBudget(evaluations=100))
-    search._search_near(TASK, clock, search._Sets([], [], 1), 3, unwatched)
+    search._search_near(TASK, clock, search._Sets([], [], 1), unwatched)
     meshes = near.asked[0][0]
     assert meshes == (DeviceMesh(0, 4), DeviceMesh(0, 2))[:kept]
 
@@ -215,11 +208,11 @@ def test_too_many_ways_are_searched_on_fewer_meshes(most: int, kept: int, monkey
 def test_there_is_no_search_near_a_plan_without_time_for_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     near = Near(monkeypatch, {3: 1}, breadth="computation")
     clock, now = budget_clock(monkeypatch, SearchBudget(seconds=1.0))
-    assert search._search_near(TASK, clock, search._Sets([], [], 1), 3, unwatched) == search._Sets([], [], 0)
+    assert search._search_near(TASK, clock, search._Sets([], [], 1), unwatched) == search._Sets([], [], 0)
     assert near.asked == []
     near = Near(monkeypatch, {3: 1})
     now.s += 2.0
-    search._search_near(TASK, clock, search._Sets([], [], 1), 3, unwatched)
+    search._search_near(TASK, clock, search._Sets([], [], 1), unwatched)
     assert near.asked[0][2].seconds == 0.01, "the least that a budget can have"
 
 

@@ -58,40 +58,34 @@ class Searches:
         self.some_rule_fits.append(some_rule_fits)
         return self.breadths
 
-    def _prepare(self, task: PlanningTask, rules: Any, known: list[Prediction], watch: Any) -> Any:
-        assert watch is unwatched
+    def _prepare(self, task: PlanningTask, known: list[Prediction], clock: Any, share: float, watch: Any) -> Any:
+        assert (clock, watch) == (self.clock, unwatched)
         self.known.append(known)
         self.prepared.append(task.breadth)
         self.now.s += next(self.preparing, 0.0)
+        return SimpleNamespace(native=task.offload, request=share)
 
-        def request(clock: Any, share: float, seed: int) -> tuple[float, int]:
-            assert clock is self.clock
-            return share, seed
-
-        return SimpleNamespace(task=task, native=task.offload, request=request, rules=rules)
-
-    def _search(self, native: Any, request: tuple[float, int], watch: Any) -> Any:
+    def _search(self, native: Any, share: float, watch: Any) -> Any:
         assert watch is unwatched
-        assert request[1] == 7
         self.searched.append(native)
-        self.shares.append(request[0])
+        self.shares.append(share)
         took_s = next(self.seconds, 0.0)
         self.now.s += took_s
         return SimpleNamespace(feasible=self.found[native] is not None, seconds=took_s)
 
-    def _result(self, prepared: Any, found: Any, seed: int) -> SearchResult:
-        assert seed == 7
+    def _result(self, task: PlanningTask, rules: Any, known: Any, prepared: Any, found: Any) -> SearchResult:
+        assert (task.offload, known) == (prepared.native, self.known[-1])
         step_s = self.found[prepared.native]
         if step_s is None:
             raise nothing_fits(offload=prepared.native)
-        return result_of(step_s, offload=prepared.native, rules=prepared.rules)
+        return result_of(step_s, offload=prepared.native, rules=rules)
 
     def _needed(self, task: PlanningTask, prediction: Prediction) -> tuple[str, ...]:
         self.asked_needed.append(prediction.step_s)
         return self.needed
 
     def run(self, **words: Any) -> search._Sets:
-        return search._search_sets(TASK, self.clock, 7, unwatched, **words)
+        return search._search_sets(TASK, self.clock, unwatched, **words)
 
 
 def test_one_set_of_models_has_all_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -151,7 +152,7 @@ def test_search_plan_returns_the_optimum_of_all_plans() -> None:
     choices = itertools.product(*(range(len(rows)) for rows in options.values()))
     optimum = min(native.evaluate(choice)["cost"] for choice in choices)
     for seed in range(3):
-        result = search_plan(task_of(graph, **shared), SearchBudget(evaluations=10_000), seed)
+        result = search_plan(task_of(graph, seed=seed, **shared), SearchBudget(evaluations=10_000))
         assert result.certificate.cost_s == pytest.approx(optimum)
         assert result.plan.predicted_step_s == pytest.approx(optimum)
 
@@ -159,9 +160,8 @@ def test_search_plan_returns_the_optimum_of_all_plans() -> None:
 def test_the_same_seed_gives_the_same_plan() -> None:
     graph = ppo()
     cluster = cpu_cluster(4, num_nodes=2)
-    runs = [
-        search_plan(task_of(graph, **settings(graph, cluster)), SearchBudget(evaluations=3000), 3) for _ in range(2)
-    ]
+    task = task_of(graph, seed=3, **settings(graph, cluster))
+    runs = [search_plan(task, SearchBudget(evaluations=3000)) for _ in range(2)]
     assert runs[0].plan == runs[1].plan
     assert runs[0].evaluations == 3000
     assert runs[0].evaluations_per_s > 0
@@ -172,7 +172,7 @@ def test_the_plan_carries_an_order_that_runs_and_takes_what_was_predicted(in_fli
     graph = ppo()
     cluster = cpu_cluster(4)
     shared = settings(graph, cluster)
-    result = search_plan(task_of(graph, max_steps_in_flight=in_flight, **shared), SearchBudget(evaluations=5000), 0)
+    result = search_plan(task_of(graph, max_steps_in_flight=in_flight, **shared), SearchBudget(evaluations=5000))
     check_plan(result.plan, graph, 16)
     assert {entry.call for entry in result.plan.order} == set(graph.calls)
     prediction = predict(task_of(graph, **shared), result.plan)
@@ -190,7 +190,7 @@ def test_search_beats_the_heuristic() -> None:
     rule = predict(task_of(graph, **shared), heuristic(task_of(graph, **shared))).plan
     check_plan(rule, graph, 16)
     assert {(c.devices, c.dp, c.tp, c.pp) for c in rule.calls.values()} == {((0, 4), 1, 4, 1)}
-    result = search_plan(task_of(graph, **shared), SearchBudget(evaluations=5000), 0)
+    result = search_plan(task_of(graph, **shared), SearchBudget(evaluations=5000))
     assert rule.predicted_step_s is not None
     assert result.certificate.cost_s < rule.predicted_step_s
 
@@ -207,18 +207,16 @@ def test_nothing_fits() -> None:
     graph = ppo()
     shared = settings(graph, cpu_cluster(2, memory=200_000))
     with pytest.raises(UserError, match="smallest one found needs") as error:
-        search_plan(task_of(graph, **shared), SearchBudget(evaluations=1000), 0)
+        search_plan(task_of(graph, **shared), SearchBudget(evaluations=1000))
     assert "use more devices" in str(error.value)
 
 
 def test_memory_can_force_a_slower_plan() -> None:
     graph = ppo()
     shared = settings(graph, cpu_cluster(4))
-    free = search_plan(task_of(graph, **shared), SearchBudget(evaluations=5000), 0)
+    free = search_plan(task_of(graph, **shared), SearchBudget(evaluations=5000))
     limit = int(free.prediction.peak_bytes * 0.8)
-    tight = search_plan(
-        task_of(graph, **settings(graph, cpu_cluster(4, memory=limit))), SearchBudget(evaluations=5000), 0
-    )
+    tight = search_plan(task_of(graph, **settings(graph, cpu_cluster(4, memory=limit))), SearchBudget(evaluations=5000))
     assert tight.prediction.peak_bytes <= limit
     assert tight.certificate.cost_s > free.certificate.cost_s
 
@@ -259,7 +257,7 @@ def test_bad_arguments(argument: str, value: int) -> None:
     given = {"evaluations": 1000, "max_steps_in_flight": 2, "seed": 0, argument: value}
     task = task_of(graph, max_steps_in_flight=given["max_steps_in_flight"], **settings(graph, cpu_cluster(2)))
     with pytest.raises(UserError, match=f"{argument} {value} is not from"):
-        search_plan(task, SearchBudget(evaluations=given["evaluations"]), given["seed"])
+        search_plan(replace(task, seed=given["seed"]), SearchBudget(evaluations=given["evaluations"]))
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:

@@ -74,7 +74,7 @@ def task(
 
 def searched(asked: PlanningTask) -> SearchResult | None:
     try:
-        return search_plan(asked, SearchBudget(evaluations=2000), 0)
+        return search_plan(asked, SearchBudget(evaluations=2000))
     except UserError:
         return None
 

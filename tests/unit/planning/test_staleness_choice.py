@@ -31,12 +31,10 @@ SLOW_DECODING = replace(SLOW_DECODING, ppo=replace(SLOW_DECODING.ppo, max_new_to
 SHORT = PPOExperiment(batch_size=128, evaluate=False)
 
 
-def open_task(
-    experiment: PPOExperiment, stalenesses: tuple[int, ...] = (0, 1, 2, 3), cluster: Cluster | None = None
-) -> PlanningTask:
-    return task_of(
-        ResolvedExperiment(experiment), cluster or cpu_cluster(2), measured=UNMEASURED, stalenesses=stalenesses
-    )
+def open_task(experiment: PPOExperiment, cluster: Cluster | None = None, **staleness: int) -> PlanningTask:
+    """Of rollouts that are up to three steps stale, or as `staleness` says."""
+    request = PlanRequest(offload=(), measured=UNMEASURED, **(staleness or {"staleness_up_to": 3}))
+    return task_of(ResolvedExperiment(experiment), cluster or cpu_cluster(2), request)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +46,8 @@ def chosen() -> tuple[PlanningTask, ExecutionPlan]:
 def test_the_least_staleness_of_the_shortest_step(chosen: tuple[PlanningTask, ExecutionPlan]) -> None:
     """The oracle: each staleness searched by itself."""
     task, plan = chosen
-    each = [open_task(SLOW_DECODING, (k,)) for k in range(4)]
-    steps = [search_plan(one, SearchBudget(evaluations=2250), 0).prediction.step_s for one in each]
+    each = [open_task(SLOW_DECODING, staleness=k) for k in range(4)]
+    steps = [search_plan(one, SearchBudget(evaluations=2250)).prediction.step_s for one in each]
     enough = min(steps) * (1 + WORTH_STALENESS)
     assert plan.staleness == next(k for k, step_s in enumerate(steps) if step_s <= enough) > 0
     assert steps[0] > 1.1 * steps[plan.staleness]
@@ -63,9 +61,7 @@ def test_the_least_staleness_of_the_shortest_step(chosen: tuple[PlanningTask, Ex
 def result_of(staleness: int, step_s: float) -> SearchResult:
     prediction: Any = SimpleNamespace(step_s=step_s, plan=SimpleNamespace(staleness=staleness))
     certificate = Certificate(cost_s=step_s, lower_bound_s=0.0, proven=False)
-    return SearchResult(
-        prediction=prediction, certificate=certificate, evaluations=10, evaluations_per_s=1.0, trace=(), num_options={}
-    )
+    return SearchResult(prediction=prediction, certificate=certificate, rules=(), evaluations=10)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +108,7 @@ def test_all_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four searches of 400 s and 9,000 evaluations, of which each takes 10 s: the later ones share what is left."""
     now_s, budgets = 0.0, list[SearchBudget]()
 
-    def quick(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watch) -> SearchResult:
+    def quick(task: PlanningTask, budget: SearchBudget, watch: Watch) -> SearchResult:
         nonlocal now_s
         now_s += 10.0
         budgets.append(budget)
@@ -130,10 +126,10 @@ def test_all_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rollouts_stay_fresh_where_memory_has_no_room_for_a_copy() -> None:
     cluster = cpu_cluster(2, memory=58_500_000)  # the smallest plans found have 57 and 60 million bytes
-    found = search_for(open_task(SLOW_DECODING, (0, 1), cluster), BUDGET)
+    found = search_for(open_task(SLOW_DECODING, cluster, staleness_up_to=1), BUDGET)
     assert found.plan.staleness == 0
     with pytest.raises(UserError, match="no plan fits into memory"):
-        search_for(open_task(SLOW_DECODING, (1,), cluster), BUDGET)
+        search_for(open_task(SLOW_DECODING, cluster, staleness=1), BUDGET)
 
 
 def test_requests() -> None:

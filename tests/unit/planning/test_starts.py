@@ -30,7 +30,7 @@ from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, w
 
 
 def searched(task: PlanningTask, evaluations: int | None, seconds: float | None = None, seed: int = 0) -> SearchResult:
-    return search_plan(task, SearchBudget(evaluations=evaluations, seconds=seconds), seed)
+    return search_plan(replace(task, seed=seed), SearchBudget(evaluations=evaluations, seconds=seconds))
 
 
 def check(task: PlanningTask, result: SearchResult) -> None:

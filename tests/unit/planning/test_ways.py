@@ -14,8 +14,8 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan, ExecutionPlan
 from realhf.dataflow.pools import Pool
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning import mixes, options, recomputed
-from realhf.planning.mixes import has_modes
+from realhf.planning import options
+from realhf.planning import ways as ways_module
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
@@ -33,8 +33,8 @@ from realhf.planning.options import (
     pool_meshes,
     ways_to_compute,
 )
-from realhf.planning.recomputed import partly_recomputed
 from realhf.planning.task import PlanningTask
+from realhf.planning.ways import has_modes, partly_recomputed
 from tests.unit.planning.graphs import TINY, Stub, call, call_options, cpu_cluster, ppo, settings, task_of
 
 FIELDS = ("recomputation", "sequence_parallel", "data_parallel", "prefetch", "offload_states")
@@ -347,13 +347,13 @@ def test_memory_for_two_gathers_is_a_choice_where_the_setup_has_it(
 ) -> None:
     task = replace(on_h100(GRAPH, **features), open_choices={"actor": opened})
     training = task.graph.model_calls["actor_train_step"]
-    assert mixes._prefetches(task, training) == prefetches
+    assert ways_module._prefetches(task, training) == prefetches
     graph = DataflowGraph([call("actor", TINY, TRAIN_STEP, "seq")], ["seq"])
     on_cpu = task_of(graph, **settings(graph, cpu_cluster(4)))
     features_there = replace(on_cpu.costs.features, **features)
     on_cpu = replace(on_cpu, costs=replace(on_cpu.costs, features=features_there), open_choices={"actor": opened})
     expected = [False] if len(prefetches) == 2 else [None]
-    assert mixes._prefetches(on_cpu, graph.model_calls["actor_train_step"]) == expected, "there it gains nothing"
+    assert ways_module._prefetches(on_cpu, graph.model_calls["actor_train_step"]) == expected, "there it gains nothing"
 
 
 RULES = (("*", "sharded"),)
@@ -382,21 +382,21 @@ class Mixed:
 def test_memory_for_two_gathers_is_tried_first_and_saved_at_last(
     finds: list[bool | None], prefetch: Any, smallest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixes, "_prefetches", lambda task, definition: [None, False])
-    monkeypatch.setattr(mixes, "has_modes", lambda task, definition: task is not None)
+    monkeypatch.setattr(ways_module, "_prefetches", lambda task, definition: [None, False])
+    monkeypatch.setattr(ways_module, "has_modes", lambda task, definition: task is not None)
     definition: Any = SimpleNamespace(name="train")
     model: Any = Mixed(definition, finds, 77)
     task: Any = SimpleNamespace(call_models={"train": Mixed(definition, finds, None)})
     full = CallCompute(recomputation="full")
-    found = mixes._mix(task, model, (SPLIT, 2, full), 77)
+    found = ways_module._mix(task, model, (SPLIT, 2, full), 77)
     expected = CallCompute(recomputation="full", prefetch=None if prefetch == "none" else prefetch, data_parallel=RULES)
     assert found == (None if prefetch == "none" else expected)
     sharded = CallCompute(recomputation="full", data_parallel="fsdp")
-    least = mixes.smallest_mix(task, definition, (SPLIT, 2, sharded))
+    least = ways_module.smallest_mix(task, definition, (SPLIT, 2, sharded))
     small = CallCompute(recomputation="full", prefetch=False, data_parallel=RULES)
     assert least == (small if smallest else None)
-    monkeypatch.setattr(mixes, "has_modes", lambda task, definition: False)
-    assert mixes.smallest_mix(task, definition, (SPLIT, 2, sharded)) is None
+    monkeypatch.setattr(ways_module, "has_modes", lambda task, definition: False)
+    assert ways_module.smallest_mix(task, definition, (SPLIT, 2, sharded)) is None
 
 
 def test_an_option_is_what_a_plan_says_of_a_call() -> None:
@@ -456,7 +456,7 @@ def test_the_fewest_layers_that_leave_room(
     shares: bool, left_bytes: int, numbers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four. Where other calls share the devices, a quarter, a half and three quarters are choices, too."""
-    monkeypatch.setattr(recomputed, "_others_bytes", lambda task, definition: 1000 - left_bytes)
+    monkeypatch.setattr(ways_module, "_others_bytes", lambda task, definition: 1000 - left_bytes)
     task: Any = SimpleNamespace(
         searched="all", open_choices={"a": ("recomputation",)}, call_models={"train": Layers(4, shares)},
         cluster=SimpleNamespace(num_devices=4, device_memory_bytes=1000),
@@ -490,7 +490,7 @@ def test_the_fewest_layers_that_leave_room(
 def test_beside_other_calls_layers_are_not_recomputed_together_with_other_savings(
     strategy: ParallelStrategy, changes: dict[str, Any], is_alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recomputed, "_others_bytes", lambda task, definition: 0)
+    monkeypatch.setattr(ways_module, "_others_bytes", lambda task, definition: 0)
     definition: Any = SimpleNamespace(trains=True, model_name="a", name="train")
     way = (strategy, 1, CallCompute(recomputation="full", **changes))
     for shares in (False, True):
@@ -510,9 +510,9 @@ def test_what_the_other_models_keep_if_all_devices_have_a_part() -> None:
     }
     critic, actor = (task.graph.model_calls[f"{name}_train_step"] for name in ("critic", "actor"))
     others = whole["reward_inference"] + whole["ref_inference"] + whole["actor_train_step"]
-    assert recomputed._others_bytes(task, critic) == others / 4
+    assert ways_module._others_bytes(task, critic) == others / 4
     waiting = replace(task, offload=("ref", "critic"))
-    assert recomputed._others_bytes(waiting, actor) == whole["reward_inference"] / 4
+    assert ways_module._others_bytes(waiting, actor) == whole["reward_inference"] / 4
 
 
 # --- tasks
@@ -526,7 +526,7 @@ def test_a_task_in_another_variation() -> None:
     assert task.varied() == replace(task, more_stale=())
     changed = task.varied(offload=(), max_steps_in_flight=7, breadth="plain", near=())
     assert changed == replace(task, offload=(), max_steps_in_flight=7, breadth="plain", near=(), more_stale=())
-    for name in ("homes", "call_models", "known"):
+    for name in ("call_models", "known"):
         assert getattr(changed, name) is getattr(task, name)
     plan = ExecutionPlan(num_devices=1, calls={}, staleness=1)
     assert task.of(plan) == stale
