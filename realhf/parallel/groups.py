@@ -148,6 +148,12 @@ class GroupTable:
         return group if group is not None and dist.get_backend(group) == host_group.BACKEND else None
 
 
+def make_world(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """Makes torch's group of all processes, who meet in `store`: NCCL between GPUs, gloo on the CPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+
+
 def group_of_all_ranks(device: torch.device, timeout_s: float) -> dist.ProcessGroup:
     """A second group of all ranks, for messages beside those of the world group: a group matches messages in order.
 

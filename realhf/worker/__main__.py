@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from realhf.base.errors import RunError
-from realhf.cpu.host_group import PeerError, host_identity
+from realhf.cpu.host_group import PeerError
 from realhf.engine.generate.paged_attention import describe_attention
 from realhf.launch.process import MASTERLESS_RETURNCODE, TOLD_RETURNCODE, worker_index
 from realhf.machine.network import addresses, in_words, interface_of, source_of
+from realhf.parallel.groups import make_world
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.logs import logging_to, start_logging
 from realhf.rundir.paths import RunDirectory, worker_name
@@ -50,14 +51,13 @@ from realhf.worker.device import device_name, own_device
 from realhf.worker.device_check import check_device
 from realhf.worker.interfaces import explain
 from realhf.worker.model_worker import ModelWorker
-from realhf.worker.reachability import check_reachability
+from realhf.worker.reachability import join_network
 from realhf.worker.requests import refusal
 from realhf.worker.stacks import write_stacks
 
 logger = logging.getLogger("realhf.worker")
 
 RECEIVE_TIMEOUT_S = 3600.0
-LOOPBACK = "lo"
 CONNECT_S = 45.0  # in which a master that has published its address has to answer
 IN_PROCESS_WAIT_S = 0.02  # how long the master, which shares the process, is waited for at a time
 
@@ -65,30 +65,15 @@ IN_PROCESS_WAIT_S = 0.02  # how long the master, which shares the process, is wa
 def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.device, interface: str) -> None:
     """Makes the process group of all workers, who meet through a file in the run directory.
 
-    `interface`: that on which the master is reached, which gloo takes where the run names none. NCCL, which knows more
-    kinds of networks, then chooses by itself.
+    `interface`: that on which the master is reached, which gloo takes where the run names none.
     """
     store = dist.FileStore(str(directory.rendezvous / "torch"), run.spec.num_workers)
-    named = run.spec.network_interface
-    if named:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", named)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", named)
-    elif interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    checked = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if checked in addresses() and checked != LOOPBACK and (named or device.type == "cpu"):
-        store.set_timeout(timedelta(seconds=run.spec.setup_timeout_s))
-        check_reachability(store, rank, run.spec.num_workers, host_identity(), checked)
+    store.set_timeout(timedelta(seconds=run.spec.setup_timeout_s))
+    join_network(store, rank, run.spec.num_workers, device, run.spec.network_interface, interface)
     timeout_s = run.spec.setup_timeout_s
     if device.type == "cuda":  # stages send through this group while they compute, and NCCL ends who waits longer
         timeout_s = max(timeout_s, 2 * run.deadlines.longest_s)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=run.spec.num_workers,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    make_world(store, rank, run.spec.num_workers, device, timeout_s)
     # NCCL wants a collective of all ranks before the first message between two of them.
     dist.all_reduce(torch.zeros(1, device=device))
 

@@ -2,17 +2,21 @@
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Sequence
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from realhf.base.errors import RunError
+from realhf.cpu.host_group import host_identity
 from realhf.machine.network import addresses
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "lo"
 REACH_S = 20.0  # in which a host answers
 _SHOWN = 3
 
@@ -29,6 +33,24 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"worker {self.rank} on {self.host}"
+
+
+def join_network(
+    store: dist.Store, rank: int, num_workers: int, device: torch.device, named: str | None, found: str
+) -> None:
+    """Has gloo, and NCCL where an interface is `named`, use one network, before process groups are made; all workers
+    together find out whether their hosts reach each other there.
+
+    `found`: the interface that gloo takes where none is named. NCCL, which knows more kinds of networks, then chooses
+    by itself. Raises RunError as `check_reachability`.
+    """
+    if named:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", named)
+    if interface := named or found:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if chosen in addresses() and chosen != LOOPBACK and (named or device.type == "cpu"):
+        check_reachability(store, rank, num_workers, host_identity(), chosen)
 
 
 def check_reachability(store: dist.Store, rank: int, num_workers: int, identity: int, interface: str) -> None:
