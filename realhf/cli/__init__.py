@@ -3,16 +3,13 @@
 import importlib
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 
 import realhf
 from realhf.base.errors import RunError, UserError
-from realhf.base.options import HEADINGS
 from realhf.base.shown import visible
 from realhf.cli.command import HELP, HELP_ALL, Command
-from realhf.cli.renamed import check_names
 from realhf.lifecycle.interruption import Stopped
 
 # The commands by what people want, each with a line for `realhf --help`. Each is a module of this folder.
@@ -40,14 +37,20 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in commands.items()}
 THEN = "--then"  # of `realhf run`: another run follows, which begins after this one has ended well
 WITH_EXPERIMENT = ("run", "plan", "profile")  # options that they do not know are fields of the experiment
+# (command, option that had another name or place) -> what to write now.
+RENAMED: Mapping[tuple[str, str], str] = {
+    ("plan", "--osdp"): "realhf osdp MODEL",
+    ("plan", "--dump-version"): "realhf plan EXPERIMENT --dump-problem FILE",
+    **{(name, "--fields"): f"realhf {name} EXPERIMENT --help-all" for name in WITH_EXPERIMENT},
+}
 
 
 def parser(name: str) -> Command:
-    """The parser of a command, for the words behind its name. No other command's module is imported."""
+    """The parser of a command, for the words behind its name. The docstring of the command's module is its description
+    and its examples in the help. No other command's module is imported."""
     module = importlib.import_module(f"realhf.cli.{name}")
-    takes_fields = name in WITH_EXPERIMENT
-    command = Command(name, headings=HEADINGS if takes_fields else (), takes_fields=takes_fields)
-    command.description, command.epilog = module.DESCRIPTION, module.EXAMPLE
+    command = Command(name, takes_fields=name in WITH_EXPERIMENT)
+    command.description, _, command.epilog = (module.__doc__ or "").partition("\n\n")
     module.add_arguments(command)
     command.end_with_help()
     return command
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Its exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted;
     another number if a process of the run ended by itself with it."""
     try:
-        return _asked(list(sys.argv[1:] if argv is None else argv))()
+        return _carried_out(list(sys.argv[1:] if argv is None else argv))
     except (UserError, RunError, KeyboardInterrupt, Stopped) as error:
         if argv is None and isinstance(error, KeyboardInterrupt | Stopped):
             # This process ends now: a second Ctrl-C must not turn its exit code into a signal's.
@@ -66,24 +69,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return returncode_of(error)
 
 
-def _asked(words: list[str]) -> Callable[[], int]:
-    """The command that the words ask for: call it for the exit code. Help is printed here."""
+def _carried_out(words: list[str]) -> int:
+    """Carries out the command that the words ask for, or prints help; returns the exit code."""
     name, *rest = words or [""]
     if name == "--version":
         print(f"realhf {realhf.__version__}")
-        return lambda: 0
+        return 0
     if not name or name in (*HELP, HELP_ALL):
         print(_overview(), file=sys.stdout if name else sys.stderr)
-        return lambda: 0 if name else 2
+        return 0 if name else 2
     if name not in COMMANDS:
         meant = "".join(f"; did you mean {one}?" for one in get_close_matches(name, COMMANDS, 1))
         raise UserError(f"{name!r} is no command of realhf; choose from {', '.join(COMMANDS)}{meant}")
-    check_names(name, rest)
+    for old in (word.partition("=")[0] for word in rest):
+        if (name, old) in RENAMED:
+            raise UserError(f"`realhf {name} {old}` is no more; write: {RENAMED[name, old]}")
     if {*HELP, HELP_ALL} & {*rest}:
         from realhf.cli.help import help_of  # which imports this module
 
         print(help_of(name, rest), end="")
-        return lambda: 0
+        return 0
     # A chain is parsed stage by stage (`realhf.cli.several`).
     own = rest[: rest.index(THEN)] if name == "run" and THEN in rest else rest
     command = parser(name)
@@ -91,7 +96,8 @@ def _asked(words: list[str]) -> Callable[[], int]:
     if others and not command.takes_fields:
         command.error(f"unknown arguments: {' '.join(others)}")
     arguments.overrides, arguments.words, arguments.all_words = others, [name, *own], words
-    return partial(importlib.import_module(f"realhf.cli.{name}").execute, arguments)
+    code: int = importlib.import_module(f"realhf.cli.{name}").execute(arguments)
+    return code
 
 
 def _overview() -> str:

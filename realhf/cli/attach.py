@@ -1,4 +1,11 @@
-"""`realhf attach`: shows a run that another process has started as `realhf run` does, and ends as that would."""
+"""Shows a run that was started with --detach, or whose terminal is gone, as `realhf run` does, and ends
+with the exit code that it would have. Ctrl-C ends the watching, not the run. If the launching process of a
+SLURM job is gone, this takes its place: it cleans up after a failure, restarts with --recover auto, and writes the
+report.
+
+example:
+  realhf attach runs/ppo-20260101-120000
+"""
 
 import argparse
 import contextlib
@@ -20,14 +27,6 @@ from realhf.rundir.later import is_to_be_planned, read_later
 from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import load_run
-
-DESCRIPTION = """Shows a run that was started with --detach, or whose terminal is gone, as `realhf run` does, and ends
-with the exit code that it would have. Ctrl-C ends the watching, not the run. If the launching process of a
-SLURM job is gone, this takes its place: it cleans up after a failure, restarts with --recover auto, and writes the
-report."""
-
-EXAMPLE = """example:
-  realhf attach runs/ppo-20260101-120000"""
 
 POLL_S = 0.2
 

@@ -1,10 +1,11 @@
 """The parser of a command, whose help shows the common options, and with `--help-all` all of them."""
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
-from realhf.base.options import Common, Option
+from realhf.base.options import HEADINGS, Common, Option
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 _LEFT_COLUMN = 34
@@ -16,18 +17,16 @@ def launcher_heading(name: str) -> str:
 
 
 class Command(argparse.ArgumentParser):
-    """The parser of `realhf NAME`. `headings`: those that come first in its help. `takes_fields`: options that it does
-    not know are fields of an experiment."""
+    """The parser of `realhf NAME`. `takes_fields`: options that it does not know are fields of an experiment, whose
+    headings come first in its help."""
 
-    def __init__(self, name: str, *, headings: Sequence[str] = (), takes_fields: bool = False) -> None:
-        def formatter(prog: str) -> argparse.HelpFormatter:
-            return argparse.RawDescriptionHelpFormatter(prog, max_help_position=_LEFT_COLUMN)
-
+    def __init__(self, name: str, *, takes_fields: bool = False) -> None:
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=_LEFT_COLUMN)
         super().__init__(
             prog=f"realhf {name}", formatter_class=formatter, add_help=False, allow_abbrev=not takes_fields
         )
         self.takes_fields = takes_fields
-        self._headings = {title: self.add_argument_group(title) for title in headings}
+        self._headings = {title: self.add_argument_group(title) for title in HEADINGS if takes_fields}
         self._headings["options"] = self._optionals
         self._action_groups.append(self._action_groups.pop(1))  # the options behind these headings
         self._declared: dict[argparse.Action, Option] = {}

@@ -1,16 +1,15 @@
-"""`realhf compare`: several runs in one HTML page."""
+"""Draws the metrics of several runs in one page, with what differs in their experiments, and prints their
+figures side by side. Works while runs go on and after they failed.
+
+example:
+  realhf compare runs/first runs/second --html compare.html
+"""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.cli.output import table_of, wide_output
-
-DESCRIPTION = """Draws the metrics of several runs in one page, with what differs in their experiments, and prints their
-figures side by side. Works while runs go on and after they failed."""
-
-EXAMPLE = """example:
-  realhf compare runs/first runs/second --html compare.html"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -28,8 +27,5 @@ def compare(run_dirs: Sequence[Path], page: Path) -> None:
     from realhf.report.compared_runs import comparison_page, read_runs, side_by_side  # plotly takes a while to import
 
     runs, out = read_runs(run_dirs), wide_output()
-    table = table_of("runs", "", *runs)
-    for row in side_by_side(runs):
-        table.add_row(*row)
-    out.print(table)
+    out.print(table_of("runs", "", *runs, rows=side_by_side(runs)))
     out.write(page, comparison_page(runs).encode())

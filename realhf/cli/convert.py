@@ -1,4 +1,12 @@
-"""`realhf convert`: between Hugging Face checkpoints and those of runs."""
+"""Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
+tokenizer) into a checkpoint of boxes, or the language model that a run has trained into a directory that
+transformers' from_pretrained reads, with the run's tokenizer. Says every step it makes.
+
+examples:
+  realhf convert path/to/Qwen3-0.6B converted/qwen3
+  realhf convert runs/mine exported
+  realhf convert runs/mine/checkpoints/latest/actor exported/actor --like path/to/Qwen3-0.6B
+"""
 
 import argparse
 import subprocess
@@ -11,15 +19,6 @@ from realhf.architecture.model import DType
 from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
-
-DESCRIPTION = """Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
-tokenizer) into a checkpoint of boxes, or the language model that a run has trained into a directory that
-transformers' from_pretrained reads, with the run's tokenizer. Says every step it makes."""
-
-EXAMPLE = """examples:
-  realhf convert path/to/Qwen3-0.6B converted/qwen3
-  realhf convert runs/mine exported
-  realhf convert runs/mine/checkpoints/latest/actor exported/actor --like path/to/Qwen3-0.6B"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,9 @@
-"""`realhf doctor`: what this machine has of what a run needs, a line a check, and the remedy of what fails."""
+"""Checks what runs on this machine need. Exit code 0 if no check failed; every failing line says what to do.
+
+examples:
+  realhf doctor
+  realhf doctor --runs-dir /scratch/me/runs --gpu
+"""
 
 import argparse
 import fcntl
@@ -16,19 +21,12 @@ from rich.console import Console
 from rich.text import Text
 
 from realhf.base.errors import UserError
-from realhf.cli.doctor_devices import GIB, find_attention, find_cuda, find_gpu_matmul, find_gpus, find_nccl, find_ranks
+from realhf.cli.doctor_devices import find_attention, find_cuda, find_gpu_matmul, find_gpus, find_nccl, find_ranks
 from realhf.cli.doctor_wire import find_curve, find_host_name, find_keys, find_loopback
 from realhf.cli.findings import Check, Finding, State
 from realhf.cli.output import Output
 from realhf.machine.host import read_host
-
-DESCRIPTION = (
-    "Checks what runs on this machine need. Exit code 0 if no check failed; every failing line says what to do."
-)
-
-EXAMPLE = """examples:
-  realhf doctor
-  realhf doctor --runs-dir /scratch/me/runs --gpu"""
+from realhf.planning.model.hardware import GIB
 
 SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 STYLES: dict[State, str] = {"ok": "green", "info": "blue", "warn": "yellow", "fail": "bold red"}
@@ -84,7 +82,7 @@ def base_checks(runs_dir: Path) -> list[Check]:
         Check("run directories", partial(find_file_system, runs_dir), disk),
         Check("attention", partial(find_attention, "cpu"), reinstall),
         Check("SLURM", find_slurm, "install the SLURM client commands"),
-        Check("cores, memory", find_cores_and_memory, "use a machine of which psutil can read cores and memory"),
+        Check("cores, memory", find_cores_and_memory, "use a machine whose cores and memory psutil can read"),
     ]
 
 

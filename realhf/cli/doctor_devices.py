@@ -12,10 +12,10 @@ from realhf.cli.findings import Finding
 from realhf.launch.devices import devices_of, in_words
 from realhf.machine.gpus import FOR_THE_CPU, VISIBLE, driver_version, machine_gpus, visible_gpus
 from realhf.machine.torch_build import torch_cuda_version
+from realhf.planning.model.hardware import GIB
 
 RANKS_TIMEOUT_S = 300.0  # seconds where nothing else runs; a busy machine may take minutes to start a process
 FOUND = "found: "  # libraries may print lines of their own
-GIB = 2**30
 
 
 def find_gpus() -> str | Finding:

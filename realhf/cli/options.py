@@ -19,13 +19,15 @@ T = TypeVar("T")
 METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 
 
-def add_options(command: Command, of: type, *, group: str = "", shows_all: bool = False) -> None:
+def add_options(command: Command, of: type, *, group: str = "", shows_all: bool = False, **defaults: str) -> None:
     """Adds the options of a dataclass or Struct, under the heading `group` where one is given. `shows_all`: all of them
-    are common. Those that are not given leave nothing among the parsed arguments."""
-    for one in options_in(of).values():
+    are common. `defaults`: what the command does without a field's option, for its help. Options that are not given
+    leave nothing among the parsed arguments."""
+    for name, one in options_in(of).items():
         kind = Common if shows_all else type(one.option)
         option = kind(one.option.documentation, group=group or one.option.group)
-        command.add(one.flag, option, default_text(one), default=argparse.SUPPRESS, **_settings(one))
+        said = f"default {defaults[name]}" if name in defaults else default_text(one)
+        command.add(one.flag, option, said, default=argparse.SUPPRESS, **_settings(one))
 
 
 def _settings(one: OptionField) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def add_experiment_arguments(command: Command) -> None:
     add_experiment(command)
     add_options(command, DevicesRequest)
     add_options(command, PlanRequest)
-    add_options(command, SearchBudget)
+    add_options(command, SearchBudget, seconds="as long as the problem needs")
     rule = Option("take the plan of this rule instead of searching for one", group="plan")
     command.add("--rule", rule, choices=tuple(PRESETS))
     offload = "models that wait in host memory while nothing needs them: NAME,NAME, or none (default: as is searched)"
@@ -124,21 +126,23 @@ def _experiment_file(word: str) -> str:
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     """The request to the planner from the arguments of `add_experiment_arguments`. Raises UserError as `PlanRequest`
     does, and for two budgets."""
-    budget = options_of(SearchBudget, arguments)
-    if budget.evaluations is not None and budget.seconds is not None:
-        raise UserError("--evaluations and --seconds are two budgets of one search; give one of them")
+    offload = None
+    if arguments.offload:
+        offload = () if arguments.offload == "none" else tuple(arguments.offload.split(","))
     return options_of(
         PlanRequest,
         arguments,
         devices=options_of(DevicesRequest, arguments),
         rule=arguments.rule,
-        budget=budget,
-        offload=_offload(arguments.offload),
+        budget=budget_of(arguments),
+        offload=offload,
         measured=options_of(Measured, arguments),
     )
 
 
-def _offload(names: str | None) -> tuple[str, ...] | None:
-    if not names:
-        return None
-    return () if names == "none" else tuple(names.split(","))
+def budget_of(arguments: argparse.Namespace) -> SearchBudget:
+    """The budget of a search. Raises UserError for two of them."""
+    budget = options_of(SearchBudget, arguments)
+    if budget.evaluations is not None and budget.seconds is not None:
+        raise UserError("--evaluations and --seconds are two budgets of one search; give one of them")
+    return budget

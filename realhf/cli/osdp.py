@@ -1,4 +1,12 @@
-"""`realhf osdp MODEL`: which operators of a model to shard within the memory of a device."""
+"""Chooses for every operator of a model whether data parallelism replicates it, shards only its
+optimizer states (ZeRO-1) or shards all of it, so that training is fastest within the memory of a device;
+exactly, with a proof. Needs no GPU. MODEL is a named architecture or the path of a Hugging Face config.json.
+
+examples:
+  realhf osdp llama3-7b --devices 8 --memory-gb 40
+  realhf osdp llama3-7b --devices 64 --memory-gb 80 --batch 2 --recompute --json osdp.json
+  realhf osdp path/to/config.json --devices 8 --memory-gb 16 --sequence-length 512
+"""
 
 import argparse
 from pathlib import Path
@@ -17,15 +25,6 @@ from realhf.planning.model.hardware import GIB
 from realhf.planning.model.osdp.problem import OsdpPlan
 from realhf.planning.model.osdp.request import OsdpRequest, choose
 from realhf.planning.model.osdp.table import COLUMNS, PLAN_COLUMNS, operator_rows, plan_rows
-
-DESCRIPTION = """Chooses for every operator of a model whether data parallelism replicates it, shards only its
-optimizer states (ZeRO-1) or shards all of it, so that training is fastest within the memory of a device;
-exactly, with a proof. Needs no GPU. MODEL is a named architecture or the path of a Hugging Face config.json."""
-
-EXAMPLE = """examples:
-  realhf osdp llama3-7b --devices 8 --memory-gb 40
-  realhf osdp llama3-7b --devices 64 --memory-gb 80 --batch 2 --recompute --json osdp.json
-  realhf osdp path/to/config.json --devices 8 --memory-gb 16 --sequence-length 512"""
 
 
 def add_arguments(command: Command) -> None:
@@ -58,20 +57,14 @@ def comparison_table(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> Ta
     """The chosen plan beside the plans with one mode for all operators."""
     limit = plan.problem.memory_bytes / GIB
     columns = [f"GiB of {limit:g}" if column == "GiB" else column for column in PLAN_COLUMNS]
-    table = table_of("operator-sharded data parallelism", *columns)
-    for row in plan_rows(plan, uniform):
-        table.add_row(*row)
-    return table
+    return table_of("operator-sharded data parallelism", *columns, rows=plan_rows(plan, uniform))
 
 
 def operators_table(plan: OsdpPlan) -> Table:
     """The operators with their modes, communication and memory; those of layers that are alike in one row."""
     slices = max((op.slices for op in plan.problem.operators), default=1)
     title = "whole operators" if slices == 1 else f"operators, large ones in {slices} slices"
-    table = table_of(title, *COLUMNS, words=2)
-    for row in operator_rows(plan):
-        table.add_row(*row.cells)
-    return table
+    return table_of(title, *COLUMNS, rows=(row.cells for row in operator_rows(plan)), words=2)
 
 
 def as_json(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from realhf.base.durations import duration
 from realhf.base.errors import UserError
@@ -62,12 +63,14 @@ def wide_output() -> Output:
     return Output(width=None if sys.stdout.isatty() else 110)
 
 
-def table_of(title: str, *columns: str, words: int = 1) -> Table:
-    """An empty table, without a title if that is "". The first `words` columns have words and begin at the left, the
-    others numbers."""
+def table_of(title: str, *columns: str, rows: Iterable[Iterable[str | Text]] = (), words: int = 1) -> Table:
+    """A table, without a title if that is "". The first `words` columns have words and begin at the left, the others
+    numbers."""
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -86,11 +89,11 @@ class Phases:
     `clock`: seconds that never go back.
     """
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
-        self._console, self._clock = console or Output(stderr=True), clock
+    def __init__(self, console: Output | None = None, clock: Callable[[], float] = time.monotonic):
+        self.console, self._clock = console or Output(stderr=True), clock
         self._phase = self._detail = ""
         self._begun_s = clock()
-        self._status = self._console.status("") if self._console.is_terminal else None
+        self._status = self.console.status("") if self.console.is_terminal else None
 
     def __enter__(self) -> "Phases":
         if self._status:
@@ -111,15 +114,11 @@ class Phases:
         if self._status:
             self._status.update(self._text())
 
-    def say(self, text: str) -> None:
-        """A line of its own, at once."""
-        self._console.print(text, highlight=False, soft_wrap=True)
-
     def _text(self) -> str:
         return f"{self._phase}: {self._detail}" if self._detail else self._phase
 
     def _end(self) -> None:
         if self._phase:
             took = duration(self._clock() - self._begun_s)
-            self.say(f"{self._text()} ({took})")
+            self.console.say(f"{self._text()} ({took})")
         self._phase = self._detail = ""

@@ -1,13 +1,24 @@
-"""`realhf plan`: what a run would cost and where its calls would run, without running it."""
+"""Searches the execution plan of an experiment and prints it. Needs no GPU and starts no worker.
+
+examples:
+  realhf plan experiments/ppo.py --num-workers 4
+  realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output plan.json
+  realhf plan experiments/ppo.py --plan plan.json
+  realhf plan experiments/ppo.py --num-workers 4 --rule colocate --output plan.json
+  realhf plan experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare
+  realhf plan experiments/ppo.py --cluster h100-4x8,h200-4x8 --actor llama3-70b --critic llama3-7b
+"""
 
 import argparse
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from realhf.base.errors import UserError
-from realhf.base.options import Common, Option
+from realhf.base.options import Common, Option, Options
 from realhf.cli.command import Command
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
 from realhf.cli.output import Output, Phases, output_beside
@@ -32,46 +43,36 @@ from realhf.planning.search import worthwhile_options
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf, WhatIfRequest
 
-DESCRIPTION = "Searches the execution plan of an experiment and prints it. Needs no GPU and starts no worker."
 
-EXAMPLE = """examples:
-  realhf plan experiments/ppo.py --num-workers 4
-  realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output plan.json
-  realhf plan experiments/ppo.py --plan plan.json
-  realhf plan experiments/ppo.py --num-workers 4 --rule colocate --output plan.json
-  realhf plan experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare
-  realhf plan experiments/ppo.py --cluster h100-4x8,h200-4x8 --actor llama3-70b --critic llama3-7b"""
+@dataclass(frozen=True, kw_only=True)
+class PlanOutput(Options):
+    """The output of `realhf plan`, and its files."""
+
+    HEADING = "output"
+
+    output: Annotated[Path | None, Common("write the plan to this file")] = None
+    compare: Annotated[bool, Common("compare with rule-made plans, and say why not otherwise")] = False
+    json: Annotated[
+        Path | None, Common("write all numbers to this file (-: standard output, and all else to standard error)")
+    ] = None
+    html: Annotated[Path | None, Common("write a page with timeline, memory and comparison")] = None
+    dump_problem: Annotated[Path | None, Option("also write the problem that is searched (planning-problem/2)")] = None
 
 
 def add_arguments(command: Command) -> None:
     add_experiment_arguments(command)
-    output, rare = partial(Common, group="output"), partial(Option, group="output")
-    command.add("--output", output("write the plan to this file"), type=Path, metavar="FILE")
-    command.add("--compare", output("compare with rule-made plans, and say why not otherwise"), action="store_true")
-    command.add(
-        "--json",
-        output("write all numbers to this file (-: standard output, and all else to standard error)"),
-        type=Path,
-        metavar="FILE",
-    )
-    command.add("--html", output("write a page with timeline, memory and comparison"), type=Path, metavar="FILE")
-    command.add(
-        "--dump-problem",
-        rare("also write the problem that is searched (planning-problem/2)"),
-        type=Path,
-        metavar="FILE",
-    )
-    add_options(command, WhatIfRequest)
-    add_options(command, WhatIf)
+    for options in (PlanOutput, WhatIfRequest, WhatIf):
+        add_options(command, options)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     request = plan_request(arguments)
     asked = options_of(WhatIfRequest, arguments, given=options_of(WhatIf, arguments))
-    experiment, out = experiment_of(arguments.experiment, arguments.overrides), output_beside(arguments.json)
+    wanted = options_of(PlanOutput, arguments)
+    experiment, out = experiment_of(arguments.experiment, arguments.overrides), output_beside(wanted.json)
     tasks = tasks_of(experiment, request, asked)
     if len(tasks) > 1:
-        compare_cases(out, request, tasks, arguments)
+        compare_cases(out, request, tasks, wanted)
         return 0
     [task] = tasks.values()
     out.say(setting_text(task))
@@ -81,25 +82,33 @@ def execute(arguments: argparse.Namespace) -> int:
             f"what if: an engine with {', '.join(lacking)}; the engine is not so, and a run of this plan would take "
             "other time and memory than predicted"
         )
-    if arguments.dump_problem:
+    if wanted.dump_problem:
         problem = build_problem(task, worthwhile_options(task))
-        out.write(arguments.dump_problem, problem_bytes(PlannedFile.of(problem)))
+        out.write(wanted.dump_problem, problem_bytes(PlannedFile.of(problem)))
     with Phases() as watch:
         plan = given_plan(experiment, task, request) or search_for(task, request.budget, watch)
     comparison = describe(task, plan)
     _print_plan(out, comparison)
-    if arguments.compare or arguments.html:
+    if wanted.compare or wanted.html:
         with Phases() as watch:
             watch("comparison", "")
             comparison = compare(comparison)
     if comparison.certificate:
         out.say(f"certificate: {comparison.certificate}")
-    if arguments.compare:
+    if wanted.compare:
         out.print(comparison_table(comparison))
         out.say(*(f"{preset.name}: {preset.problem}" for preset in comparison.presets if preset.problem))
         out.print(alternatives_table(comparison))
         out.say(*worth_lines(comparison))
-    _write(out, arguments, comparison)
+    if wanted.output:
+        save_plan(comparison.plan, wanted.output)
+        out.say(f"written to {wanted.output}")
+    if wanted.json:
+        out.write_json(wanted.json, msgspec.to_builtins(summary(comparison)))
+    if wanted.html:
+        from realhf.report.plan_page import plan_page  # plotly is slow to import, and only this needs it
+
+        out.write(wanted.html, plan_page(comparison).encode())
     return 0
 
 
@@ -117,12 +126,9 @@ def _print_plan(out: Output, comparison: Comparison) -> None:
     out.say(*totals(comparison))
 
 
-def compare_cases(
-    out: Output, request: PlanRequest, tasks: dict[str, PlanningTask], arguments: argparse.Namespace
-) -> None:
+def compare_cases(out: Output, request: PlanRequest, tasks: dict[str, PlanningTask], wanted: PlanOutput) -> None:
     """Searches a plan for each task, and shows the plans side by side."""
-    whole = any(getattr(arguments, name) for name in ("compare", "html", "output", "dump_problem"))
-    if whole or request.plan or request.rule:
+    if replace(wanted, json=None) != PlanOutput() or request.plan or request.rule:
         raise UserError(
             "several clusters or values of --staleness are compared by their searched plans alone: give one of each "
             "with --plan, --rule, --compare, --html, --output or --dump-problem"
@@ -136,7 +142,7 @@ def compare_cases(
         first = next(apart, None)
         words = f"from {first} on the" if first else "with none of these the"
         out.say(f"{words} fastest plan found generates and trains on devices of their own")
-    if arguments.json:
+    if wanted.json:
         cases = {
             # Traces belong to the page of a single plan.
             name: {"feasible": False, "problem": str(found)}
@@ -144,16 +150,4 @@ def compare_cases(
             else summary(found) | {"search_trace": ()}
             for name, found in results.items()
         }
-        out.write_json(arguments.json, msgspec.to_builtins({"cases": cases}))
-
-
-def _write(out: Output, arguments: argparse.Namespace, comparison: Comparison) -> None:
-    if arguments.output:
-        save_plan(comparison.plan, arguments.output)
-        out.say(f"written to {arguments.output}")
-    if arguments.json:
-        out.write_json(arguments.json, msgspec.to_builtins(summary(comparison)))
-    if arguments.html:
-        from realhf.report.plan_page import plan_page  # plotly is slow to import, and only this needs it
-
-        out.write(arguments.html, plan_page(comparison).encode())
+        out.write_json(wanted.json, msgspec.to_builtins({"cases": cases}))

@@ -19,13 +19,18 @@ from realhf.profiling.job import ProfileTarget
 from realhf.profiling.measure import ProfileRequest
 
 
-def missing_of(targets: Sequence[ProfileTarget], force: bool, out: Output) -> list[ProfileTarget]:
+def missing_of(
+    targets: Sequence[ProfileTarget], hardware: Hardware, request: ProfileRequest, force: bool, out: Output
+) -> list[ProfileTarget]:
     """The targets that are to be measured; says of the others that they are kept. Raises UserError for a broken one."""
-    missing = [target for target in targets if force or not Path(target.path).is_file()]
+    missing = []
     for target in targets:
-        if target not in missing:
-            load_profile(target.path)
-            out.say(f"kept {target.path} (--force measures again)")
+        path = target.path(hardware.name, request.profiles_dir)
+        if force or not path.is_file():
+            missing.append(target)
+        else:
+            load_profile(path)
+            out.say(f"kept {path} (--force measures again)")
     return missing
 
 

@@ -1,6 +1,5 @@
 """The progress that a person sees during a run, and the table at its end."""
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from realhf.base.durations import duration
-from realhf.base.shown import visible
 from realhf.cli.output import Output, Phases, number_text, table_of, wide_output
 from realhf.cli.trends import trends_table
 from realhf.lifecycle.advice import export_command
@@ -140,10 +138,7 @@ class Progress(Listener):
     def say(self, text: str) -> None:
         self._end_search()
         self._said_s = self._clock()
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, soft_wrap=True)
-        else:
-            print(visible(text), file=sys.stderr, flush=True)
+        self._console.say(text)
 
 
 @contextmanager
@@ -166,11 +161,9 @@ def _format(values: dict[str, Any], names: Sequence[str] | None = None) -> str:
 def call_table(times: Sequence[CallTime]) -> Table:
     """Measured (median) against predicted seconds of every call."""
     columns = ("measured (median)", "predicted", "measured / predicted")
-    table = table_of("calls, seconds", "call", *columns)
-    for row in times:
-        numbers = (row.measured_s, row.predicted_s, row.ratio)
-        table.add_row(row.call, *("-" if number is None else f"{number:.3f}" for number in numbers))
-    return table
+    numbers = {row.call: (row.measured_s, row.predicted_s, row.ratio) for row in times}
+    rows = ((call, *("-" if each is None else f"{each:.3f}" for each in row)) for call, row in numbers.items())
+    return table_of("calls, seconds", "call", *columns, rows=rows)
 
 
 def print_summary(directory: RunDirectory, seconds: float) -> None:
@@ -178,11 +171,10 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
     out, run = wide_output(), read_run(directory)
     metrics, evaluations = run.metrics, run.evaluations
     if len(evaluations) > 1:
-        table = table_of("evaluation", "", "before", "after")
-        for name, before in evaluations[0].items():
-            if name != "step" and name in evaluations[-1]:
-                table.add_row(name, number_text(before), number_text(evaluations[-1][name]))
-        out.print(table)
+        first, last = evaluations[0], evaluations[-1]
+        names = [name for name in first if name != "step" and name in last]
+        rows = ((name, number_text(first[name]), number_text(last[name])) for name in names)
+        out.print(table_of("evaluation", "", "before", "after", rows=rows))
     if (trends := trends_table(trends_of(metrics))).columns:
         out.print(trends)
     if metrics and run.plan:

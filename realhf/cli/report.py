@@ -1,15 +1,14 @@
-"""`realhf report`: one HTML file about a run."""
+"""Writes RUN_DIR/report.html: metrics, predicted against measured times, the last steps on every worker,
+the plan. Works while the run goes on and after it failed, and needs no network to be read.
+
+example:
+  realhf report runs/ppo-20260101-120000
+"""
 
 import argparse
 from pathlib import Path
 
 from realhf.rundir.paths import RunDirectory
-
-DESCRIPTION = """Writes RUN_DIR/report.html: metrics, predicted against measured times, the last steps on every worker,
-the plan. Works while the run goes on and after it failed, and needs no network to be read."""
-
-EXAMPLE = """example:
-  realhf report runs/ppo-20260101-120000"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

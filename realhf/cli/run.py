@@ -1,4 +1,12 @@
-"""`realhf run`: plan an experiment, start its processes, watch them, and say how it went."""
+"""Runs an experiment: finds a plan, starts one master and one worker a device, and trains.
+Any field of the experiment can be given as --field value: `realhf run grpo --help` shows those of GRPO.
+
+examples:
+  realhf run grpo --model ./Qwen2.5-1.5B --data train.jsonl --reward rewards.py:correct
+  realhf run experiments/ppo.py --run-dir runs/mine --resume
+  realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8
+  realhf run experiments/sft.py --run-dir runs/sft --then experiments/ppo.py --model runs/sft
+"""
 
 import argparse
 from pathlib import Path
@@ -22,15 +30,6 @@ from realhf.lifecycle.request import RecoveryRequest, ReplanRequest
 from realhf.lifecycle.stages import SweepOptions
 from realhf.lifecycle.unplanned import plans_in_job
 from realhf.rundir.run import RunSpec
-
-DESCRIPTION = """Runs an experiment: finds a plan, starts one master and one worker a device, and trains.
-Any field of the experiment can be given as --field value: `realhf run grpo --help` shows those of GRPO."""
-
-EXAMPLE = """examples:
-  realhf run grpo --model ./Qwen2.5-1.5B --data train.jsonl --reward rewards.py:correct
-  realhf run experiments/ppo.py --run-dir runs/mine --resume
-  realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8
-  realhf run experiments/sft.py --run-dir runs/sft --then experiments/ppo.py --model runs/sft"""
 
 
 def add_arguments(command: Command) -> None:
@@ -61,11 +60,14 @@ def add_arguments(command: Command) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     request, sweep = run_request(arguments), options_of(SweepOptions, arguments)
-    if sweep.fields and THEN in arguments.all_words:
+    is_chain = THEN in arguments.all_words
+    if sweep.fields and is_chain:
         raise UserError("a stage of a chain is one run: give --seeds and --sweep without --then")
+    if arguments.resume and (sweep.fields or is_chain):
+        raise UserError("--resume goes on with one run; resume each by itself, without --then, --seeds and --sweep")
     if sweep.fields:
         return run_sweep(arguments, request, sweep)
-    if THEN in arguments.all_words:
+    if is_chain:
         return run_chain(arguments, request)
     if arguments.detach and not request.launcher.is_remote:
         return detached(request.words, request.run_dir)

@@ -1,4 +1,11 @@
-"""`realhf search`: the fastest plan of a planning problem that is given as a file."""
+"""Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
+/2 as `realhf plan --dump-problem` writes it) and proves how
+far from the best it can be. Ends early when the plan is proven optimal. With --evaluations instead of --seconds the
+plan depends on nothing but the file, the seed and that number.
+
+example:
+  realhf search problem.json --seconds 10 --seed 1 --threads 2 --json found.json
+"""
 
 import argparse
 import math
@@ -6,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.cli.command import Command
-from realhf.cli.options import add_options, options_of
+from realhf.cli.options import add_options, budget_of, options_of
 from realhf.cli.output import output_beside, table_of
 from realhf.geometry.layout import DeviceMesh
 from realhf.planning.certificate import Certificate
@@ -18,24 +25,10 @@ from realhf.planning.request import SearchBudget
 
 DEFAULT_SECONDS = 10.0
 
-DESCRIPTION = """Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
-/2 as `realhf plan --dump-problem` writes it) and proves how
-far from the best it can be. Ends early when the plan is proven optimal. With --evaluations instead of --seconds the
-plan depends on nothing but the file, the seed and that number."""
-
-EXAMPLE = """example:
-  realhf search problem.json --seconds 10 --seed 1 --threads 2 --json found.json"""
-
 
 def add_arguments(command: Command) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="the problem: a planning-problem/1 or /2 JSON file")
-    budget = command.add_mutually_exclusive_group()
-    budget.add_argument(
-        "--seconds", type=float, metavar="S", help=f"how long to search at most (default: {DEFAULT_SECONDS:g})"
-    )
-    budget.add_argument(
-        "--evaluations", type=int, metavar="N", help="how many plans to evaluate, whatever the time; reproducible"
-    )
+    add_options(command, SearchBudget, group="options", shows_all=True, seconds=f"{DEFAULT_SECONDS:g}")
     add_options(command, SearchRequest, shows_all=True)
     command.add_argument(
         "--moves",
@@ -52,7 +45,7 @@ def add_arguments(command: Command) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    budget = options_of(SearchBudget, arguments)
+    budget = budget_of(arguments)
     is_single = arguments.moves == "single"
     if budget == SearchBudget():
         budget = SearchBudget(seconds=DEFAULT_SECONDS)

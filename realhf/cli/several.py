@@ -33,7 +33,6 @@ PAGE = "compare.html"
 
 def run_chain(arguments: argparse.Namespace, request: RunRequest) -> int:
     """Carries out the chain of a command line, whose first stage is `request`."""
-    _check_new(arguments)
     ends = [-1, *(place for place, word in enumerate(arguments.all_words) if word == THEN), len(arguments.all_words)]
     parts = [arguments.all_words[before + 1 : end] for before, end in pairwise(ends)]
     requests = with_directories([request_of_words(line) for line in chain(parts, request.launcher.options_type)])
@@ -52,7 +51,6 @@ def run_in_job(arguments: argparse.Namespace, request: RunRequest) -> int:
 def run_sweep(arguments: argparse.Namespace, request: RunRequest, sweep: SweepOptions) -> int:
     """Carries out the sweep of a command line, whose options are those of `request`. The exit code is that of the first
     run that has failed."""
-    _check_new(arguments)
     folder = (request.run_dir or default_run_directory(request.experiment)).absolute()
     RunDirectory(folder).check_new()
     requests = [
@@ -67,11 +65,6 @@ def run_sweep(arguments: argparse.Namespace, request: RunRequest, sweep: SweepOp
         return detached([*words, "--run-dir", str(folder)], requests[0].run_dir)
     left, codes = carry_out_sweep(requests, folder, sweep.at_most, shown, _code, leaves=arguments.detach)
     return _say_how(left) if left else _compared(requests, folder, codes)
-
-
-def _check_new(arguments: argparse.Namespace) -> None:
-    if arguments.resume:
-        raise UserError("--resume goes on with one run; resume each by itself, without --then, --seeds and --sweep")
 
 
 def _carried_out(arguments: argparse.Namespace, requests: Sequence[RunRequest]) -> int:

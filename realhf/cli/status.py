@@ -1,4 +1,13 @@
-"""`realhf status`: how far a run is, how fast, what it has learnt, and what each of its processes is doing."""
+"""Says where a run stands: steps, speed, time left, reward and other statistics from the first steps to
+the last, evaluations, what each process is doing, memory, checkpoints and restarts; for a SLURM job also its
+state, why it waits, and its nodes. Reads the run directory: works from any machine that sees it, while the run goes on
+and after it.
+
+examples:
+  realhf status runs/ppo-20260101-120000
+  realhf status runs/ppo-20260101-120000 --samples
+  watch -n 5 realhf status runs/ppo-20260101-120000
+"""
 
 import argparse
 import json
@@ -22,16 +31,6 @@ from realhf.rundir.later import is_to_be_planned, read_later, start_refusal
 from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import RunDirectory, workers_in_words
 from realhf.rundir.samples import Sample, read_samples, title_of
-
-DESCRIPTION = """Says where a run stands: steps, speed, time left, reward and other statistics from the first steps to
-the last, evaluations, what each process is doing, memory, checkpoints and restarts; for a SLURM job also its
-state, why it waits, and its nodes. Reads the run directory: works from any machine that sees it, while the run goes on
-and after it."""
-
-EXAMPLE = """examples:
-  realhf status runs/ppo-20260101-120000
-  realhf status runs/ppo-20260101-120000 --samples
-  watch -n 5 realhf status runs/ppo-20260101-120000"""
 
 MIB = 2**20
 # How long SLURM may take to answer.

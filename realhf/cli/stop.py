@@ -1,4 +1,11 @@
-"""`realhf stop`: ends a run after the steps that have begun, with a checkpoint from which it can go on."""
+"""Asks a run to end: the steps that have begun are ended, a checkpoint is written, and all processes end.
+Works from any machine that sees the run directory, for local runs and for SLURM jobs. `realhf run ... --resume` goes on
+from there.
+
+examples:
+  realhf stop runs/ppo-20260101-120000
+  realhf stop runs/ppo-20260101-120000 --wait-s 0
+"""
 
 import argparse
 import time
@@ -17,14 +24,6 @@ from realhf.rundir.ending import EndRequest, request_end
 from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import MASTER, RunDirectory
-
-DESCRIPTION = """Asks a run to end: the steps that have begun are ended, a checkpoint is written, and all processes end.
-Works from any machine that sees the run directory, for local runs and for SLURM jobs. `realhf run ... --resume` goes on
-from there."""
-
-EXAMPLE = """examples:
-  realhf stop runs/ppo-20260101-120000
-  realhf stop runs/ppo-20260101-120000 --wait-s 0"""
 
 POLL_S = 0.2
 

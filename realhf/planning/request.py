@@ -83,12 +83,7 @@ class SearchBudget(Options):
     ] = None
     seconds: Annotated[
         float | None,
-        Common(
-            "time of the search, proof included, on all cores (default: as long as the problem needs)",
-            metavar="S",
-            range=SECONDS,
-            unit="seconds",
-        ),
+        Common("time of the search, proof included, on all cores", metavar="S", range=SECONDS, unit="seconds"),
     ] = None
 
 

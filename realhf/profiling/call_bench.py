@@ -43,17 +43,16 @@ class CallBench:
         target: ProfileTarget,
         data: ParallelGroups,
         pipeline: ParallelGroups | None,
-        device: torch.device,
         watch: Stopwatch,
         lengths: list[int],
     ):
         self.model = replace(target.model.with_head("scalar"), num_layers=LAYERS)
         self.target_dtype, self.dtype = target.dtype, getattr(torch, target.dtype)
-        self.device, self.watch = device, watch
+        self.device, self.watch = watch.device, watch
         self.data, self.pipeline = data, pipeline
-        sequences = [torch.arange(length, device=device) % self.model.vocab_size for length in lengths]
+        sequences = [torch.arange(length, device=watch.device) % self.model.vocab_size for length in lengths]
         self.batch = Batch(tuple(range(len(lengths))), {"seq": sequences})
-        self.bench = ModelBench(self.model, target.dtype, data, device, watch)
+        self.bench = ModelBench(self.model, target.dtype, data, watch)
 
     def overheads(self, optimizer_s_per_parameter: float, message_s: float) -> CallOverheads:
         """The seconds of calls beyond their parts.
@@ -94,7 +93,7 @@ class CallBench:
         lm = self.model.with_head("lm")
         model = ShardedModel(ModelSpec(lm, self.data, self.dtype, self.device))
         model.initialise(0)
-        bench = ModelBench(lm, self.target_dtype, self.data, self.device, self.watch)
+        bench = ModelBench(lm, self.target_dtype, self.data, self.watch)
         lengths = [len(prompt) for prompt in self.batch.data["seq"]]
         tokens, context = sum(lengths), sum(lengths) // len(lengths)
 

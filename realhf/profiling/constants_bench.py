@@ -1,16 +1,17 @@
-"""Measures the constants of a hardware description: products, memory, messages, launches."""
+"""Measures the constants of a hardware description: products, memory, messages, launches, a communicator."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from realhf.architecture.model import DecoderConfig, DType
-from realhf.parallel.groups import ParallelGroups
+from realhf.parallel.groups import ParallelGroups, group_of_all_ranks
 from realhf.planning.model.measured import MeasuredConstant, Measurement
 from realhf.profiling.model_bench import ModelBench, Stopwatch
-from realhf.profiling.network_bench import LEAST_PART
+from realhf.profiling.network_bench import link
 
 # A product and a copy that leave the caches behind.
 PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -19,6 +20,8 @@ MESSAGE_BYTES = (2**10, 2**24)  # for the latency, and for the bandwidth
 # Nothing of it takes long but its launches.
 SMALL = DecoderConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=2, num_kv_heads=2)
 CONTEXT = 16
+# NCCL takes other algorithms for small than for large tensors, and buffers for each.
+COMMUNICATOR_BYTES = (2**10, 2**24)
 
 
 class ConstantsBench:
@@ -36,25 +39,17 @@ class ConstantsBench:
         groups: ParallelGroups,
         exchange: Callable[[Tensor], object] | None,
         num_workers: int,
-        device: torch.device,
         watch: Stopwatch,
     ):
         self.dtypes, self.groups, self.exchange, self.num_workers = dtypes, groups, exchange, num_workers
-        self.device, self.watch = device, watch
+        self.device, self.watch = watch.device, watch
 
     def found(self, measurement: Measurement) -> dict[str, MeasuredConstant]:
-        """The constants that a measurement finds, by name; none of links for one worker."""
-        match measurement:
-            case "products":
-                return dict(self._products())
-            case "memory":
-                return dict(self._memory())
-            case "links":
-                return dict(self._links()) if self.num_workers > 1 else {}
-            case "launches":
-                return dict(self._launches())
-            case "network":
-                raise AssertionError("links between nodes are measured by NetworkBench")
+        """The constants that a measurement on one node finds, by name; none of links for one worker."""
+        works = {
+            "products": self._products, "memory": self._memory, "links": self._links, "launches": self._launches,
+        }  # fmt: skip
+        return dict(works[measurement]())
 
     def _products(self) -> Iterator[tuple[str, MeasuredConstant]]:
         size = PRODUCT_SIZE[self.device.type]
@@ -74,33 +69,44 @@ class ConstantsBench:
             yield "host_bandwidth", self._rate(count, partial(target.copy_, host, non_blocking=True))
 
     def _links(self) -> Iterator[tuple[str, MeasuredConstant]]:
-        small, large = (self._message_s(size_bytes) for size_bytes in MESSAGE_BYTES)
-        yield "intra_node_latency_s", small
-        longer_s = max(large.value - small.value, LEAST_PART * large.value)
-        rate = (MESSAGE_BYTES[1] - MESSAGE_BYTES[0]) / longer_s
-        yield "intra_node_bandwidth", MeasuredConstant(value=rate, spread=large.spread)
-
-    def _message_s(self, size_bytes: int) -> MeasuredConstant:
-        buffer = torch.zeros(size_bytes // 4, device=self.device)
-        work = None if self.exchange is None else partial(self.exchange, buffer)
-        return self._timed(lambda: self.watch.seconds(work, slowest=True) / 2)
+        if self.num_workers > 1:
+            latency, bandwidth = link(self.watch, self.exchange, MESSAGE_BYTES, turns=2)
+            yield "intra_node_latency_s", latency
+            yield "intra_node_bandwidth", bandwidth
 
     def _launches(self) -> Iterator[tuple[str, MeasuredConstant]]:
-        bench = ModelBench(SMALL, "float32", self.groups, self.device, self.watch)
-        forward = self._timed(lambda: bench.layer([1])[0])
+        bench = ModelBench(SMALL, "float32", self.groups, self.watch)
+        forward = self.watch.constant(lambda: bench.layer([1])[0])
         yield "layer_launch_s", forward
         # Forward in training is as backward: half of it (`Timings.layer`).
-        yield "train_launch_s", self._timed(lambda: sum(bench.layer([1])) / 3)
-        yield "decode_launch_s", self._timed(lambda: bench.decode(1, CONTEXT, replays=False))
+        yield "train_launch_s", self.watch.constant(lambda: sum(bench.layer([1])) / 3)
+        yield "decode_launch_s", self.watch.constant(lambda: bench.decode(1, CONTEXT, replays=False))
         if self.device.type == "cuda":
-            yield "decode_graph_launch_s", self._timed(lambda: bench.decode(1, CONTEXT))
+            yield "decode_graph_launch_s", self.watch.constant(lambda: bench.decode(1, CONTEXT))
 
     def _rate(self, amount: float, work: Callable[[], object]) -> MeasuredConstant:
-        taken = self._timed(lambda: self.watch.seconds(work))
+        taken = self.watch.constant(lambda: self.watch.seconds(work))
         return MeasuredConstant(value=amount / taken.value, spread=taken.spread)
 
-    def _timed(self, seconds: Callable[[], float]) -> MeasuredConstant:
-        """Seconds, and the spread of the readings that were taken for them."""
-        self.watch.take_spread()
-        value = max(seconds(), 1e-9)
-        return MeasuredConstant(value=value, spread=self.watch.take_spread())
+
+def communicator_bytes(device: torch.device, timeout_s: float) -> int | None:
+    """The most bytes that a communicator of all ranks takes on one of their devices; None with one rank, and on a CPU.
+    All ranks call it together. Nothing else may use the devices meanwhile, because it compares their free memory.
+    """
+    if device.type != "cuda" or dist.get_world_size() == 1:
+        return None
+    tensors = [torch.zeros(size_bytes // 4, device=device) for size_bytes in COMMUNICATOR_BYTES]
+    taken = torch.zeros(1, dtype=torch.int64, device=device)
+    before = _free_bytes(device)
+    group = group_of_all_ranks(device, timeout_s)
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=group)
+    taken.fill_(max(before - _free_bytes(device), 0))
+    dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)
+    return int(taken)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of the device, by CUDA: torch does not know NCCL's allocations."""
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]

@@ -1,21 +1,32 @@
 """The job of the profiler: written by `realhf profile`, read by its workers."""
 
+from pathlib import Path
+
 import msgspec
 
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.measured import Measurement
+from realhf.planning.model.profile import profile_path
 
-# Its name in the workers' run directory.
-JOB_FILE = "profile_job.json"
+# In the workers' run directory: the job, and the folder of what they have measured.
+JOB_FILE, RESULTS = "profile_job.json", "results"
 
 
 class ProfileTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model type in one dtype; its profile is written to `path`."""
+    """One model type in one dtype."""
 
     model: DecoderConfig
     dtype: DType
-    path: str
+
+    @property
+    def file(self) -> str:
+        """The name of its profile's file."""
+        return self.path("", None).name
+
+    def path(self, hardware: str, root: Path | None) -> Path:
+        """Where plans look for its profile; `root` is `profiles_root()` by default."""
+        return profile_path(self.model, self.dtype, hardware, root).absolute()
 
 
 class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,16 +34,15 @@ class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Sequences have `sequence_length` tokens, evenly spread over `length_spread` tokens to either side. `max_tokens` and
     `max_sequences` are of a micro-batch and of a decode step; `batch_size` is the experiment's samples a step.
-    `constants` are measured as well, products in `dtypes`, and written to `constants_path`.
+    `constants` are measured as well, products in `dtypes`.
 
     There are `num_workers` on each of `num_nodes` nodes. The workers of the first node measure the constants of one
     machine, all of them the network, over `network_interface` (None: that on which the first worker is reached).
-    Without a name of the `hardware` the nodes are described on the first one, and the description is written to
-    `description_path`; then the targets that are `kept` ("HARDWARE/FILE") are not measured again. `described`: the
-    hardware that the devices must be.
+    `hardware`: what the devices must be; None: it is described on the first node, and then the targets that are `kept`
+    ("HARDWARE/FILE") are not measured again.
     """
 
-    hardware: str
+    hardware: Hardware | None
     targets: tuple[ProfileTarget, ...]
     num_workers: int
     batch_size: int
@@ -44,11 +54,8 @@ class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     timeout_s: float
     constants: tuple[Measurement, ...] = ()
     dtypes: tuple[DType, ...] = ()
-    constants_path: str = ""
     num_nodes: int = 1
     network_interface: str | None = None
-    described: Hardware | None = None
-    description_path: str = ""
     kept: tuple[str, ...] = ()
 
     @property

@@ -1,9 +1,8 @@
-"""Measures the model types of an experiment on this machine: starts the profiler's workers and waits for them."""
+"""Measures the model types of an experiment and the network, here or on a cluster's nodes: a job without a master."""
 
-import shutil
-import tempfile
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,18 +12,26 @@ import msgspec
 from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import RunError, UserError
-from realhf.base.files import write_atomically
+from realhf.base.files import delete, write_atomically
 from realhf.base.options import Option, Options
-from realhf.launch.launcher import Launcher, NoOptions
-from realhf.launch.local import LocalLauncher
+from realhf.launch.launcher import Launcher
 from realhf.launch.process import Job, workers_of
 from realhf.launch.supervisor import supervise
-from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.descriptions import leave_description
-from realhf.planning.model.measured import LAYERS, MEASUREMENTS, NETWORK, Measurement, constants_path
-from realhf.planning.model.profile import profile_path
+from realhf.planning.model.descriptions import LEFT_FILE, leave_description, read_hardware
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.measured import (
+    CONSTANTS_FILE,
+    LAYERS,
+    MEASUREMENTS,
+    NETWORK,
+    Measurement,
+    constants_path,
+    load_constants,
+    save_constants,
+)
+from realhf.planning.model.profile import load_profile, profiles_root, save_profile
 from realhf.planning.request import Watch
-from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
+from realhf.profiling.job import JOB_FILE, RESULTS, ProfileJob, ProfileTarget
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.paths import RunDirectory, worker_name
 
@@ -76,14 +83,26 @@ class ProfileRequest(Options):
         return not self.words or LAYERS in self.words
 
 
-def targets_of(experiment: ResolvedExperiment, hardware: str, request: ProfileRequest) -> list[ProfileTarget]:
-    """Every model type with its dtype once, in the order of the calls, but for those that transformers computes; their
-    profiles are of the `hardware`.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a job measures: with `num_workers` on each of `num_nodes` nodes. `hardware`: None if they will tell."""
+
+    launcher: Launcher
+    num_nodes: int
+    num_workers: int
+    hardware: Hardware | None
+    job_name: str = "realhf-profile"
+    nodelist: str | None = None
+    network_interface: str | None = None
+
+
+def targets_of(experiment: ResolvedExperiment) -> list[ProfileTarget]:
+    """Every model type with its dtype once, in the order of the calls, but for those that transformers computes.
 
     Raises:
         UserError: transformers computes all of them.
     """
-    models, setups, root = experiment.graph.models, experiment.setups, request.profiles_dir
+    models, setups = experiment.graph.models, experiment.setups
     pairs = dict.fromkeys(
         (model, setups[name].dtype) for name, model in models.items() if not isinstance(model, TransformersConfig)
     )
@@ -93,28 +112,25 @@ def targets_of(experiment: ResolvedExperiment, hardware: str, request: ProfileRe
             "plan without a profile, by the models' dimensions; `realhf run --replan suggest` plans again with the "
             "measured times of calls"
         )
-    return [
-        ProfileTarget(model=model, dtype=dtype, path=str(profile_path(model, dtype, hardware, root).absolute()))
-        for model, dtype in pairs
-    ]
+    return [ProfileTarget(model=model, dtype=dtype) for model, dtype in pairs]
 
 
 def profile_job(
     experiment: ResolvedExperiment,
-    hardware: str,
-    num_workers: int,
-    targets: list[ProfileTarget],
+    place: Place,
+    targets: Sequence[ProfileTarget],
     request: ProfileRequest,
+    kept: tuple[str, ...],
 ) -> ProfileJob:
-    """The job of measuring an experiment with `num_workers` of a machine."""
+    """The job of measuring an experiment. `kept`: see `ProfileJob`."""
     batch_size = experiment.settings.batch_size
     responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.calls]
     of_data = max(experiment.dataset.lengths().values())  # the longest key's
     mean, longest = max(1, round(of_data.mean) + max(responses)), of_data.longest + max(responses)
     return ProfileJob(
-        hardware=hardware,
+        hardware=place.hardware,
         targets=tuple(targets),
-        num_workers=num_workers,
+        num_workers=place.num_workers,
         batch_size=batch_size,
         sequence_length=mean,
         length_spread=min(longest - mean, mean - 1),
@@ -124,58 +140,98 @@ def profile_job(
         timeout_s=request.timeout_s,
         constants=request.constants,
         dtypes=tuple(dict.fromkeys(setup.dtype for setup in experiment.setups.values())),
-        constants_path=str(constants_path(hardware, request.profiles_dir).absolute()),
+        num_nodes=place.num_nodes,
+        network_interface=place.network_interface,
+        kept=kept,
     )
 
 
-def measure(
-    experiment: ResolvedExperiment,
-    cluster: Cluster,
-    targets: list[ProfileTarget],
-    request: ProfileRequest,
-    watch: Watch,
-) -> None:
-    """Writes the profiles of `targets`, the constants that the request asks for, and a description of the hardware
-    beside them.
+def measured_before(root: Path | None) -> tuple[str, ...]:
+    """The profiles that lie below a folder of profiles, as `ProfileJob.kept` names them."""
+    folder = root or profiles_root()
+    return tuple(str(path.relative_to(folder)) for path in sorted(folder.glob("*/*.json")))
 
-    Raises RunError if a worker failed or the request's timeout is over; the output of the workers is then kept.
+
+def measure(
+    job: ProfileJob, place: Place, directory: Path, root: Path | None, watch: Watch, look: Callable[[], None]
+) -> tuple[Hardware, tuple[Path, ...]]:
+    """Carries out a job; returns the hardware of its devices, and the files of the profiles.
+
+    The workers write into `directory`, which is new or empty and on a file system that they share, and this process
+    from there to the profiles below `root`, which the nodes need not see. The directory is gone afterwards. `watch`
+    gets the measurement that goes on. `look`: called ten times a second; an exception from it ends the job.
+
+    Raises RunError if a worker failed or the job's timeout is over: the directory is then kept, with the logs.
+    UserError where the launcher refuses the job; KeyboardInterrupt. However it ends, no process and no job is left.
     """
-    job = profile_job(experiment, cluster.hardware.name, cluster.num_devices, targets, request)
-    folder = Path(tempfile.mkdtemp(prefix="realhf-profile-"))  # mode 0700
+    makes_folder = not directory.parent.exists()
+    files = RunDirectory.create(directory)
+    results = files.path / RESULTS
     try:
-        directory = RunDirectory.create(folder)
-        write_atomically(folder / JOB_FILE, msgspec.json.encode(job))
-        count, loopback = job.num_workers, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        workers = workers_of(WORKER_MODULE, directory, count, cluster.hardware.threads, **loopback)
-        of_profiler = Job(directory=directory, processes=workers, workers_per_node=count)
-        launcher = LocalLauncher(NoOptions())
-        supervise(launcher, of_profiler, on_poll(job, directory, launcher, watch))
-    except RunError:
+        results.mkdir()
+        write_atomically(files.path / JOB_FILE, msgspec.json.encode(job))
+        threads = job.hardware.threads if job.hardware else 1
+        of_profiler = Job(
+            name=place.job_name,
+            directory=files,
+            processes=workers_of(WORKER_MODULE, files, job.world_size, threads),
+            workers_per_node=job.num_workers,
+            nodelist=place.nodelist,
+        )
+        supervise(place.launcher, of_profiler, _on_poll(job, files, place.launcher, watch, look))
+        found = _taken(job, results, root)
+    except RunError as error:
+        error.add_note(f"logs of the job are kept in {files.path}")
         raise
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(files.path, makes_folder)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
-    leave_description(cluster.hardware, request.profiles_dir)
+    _remove(files.path, makes_folder)
+    return found
 
 
-def on_poll(job: ProfileJob, directory: RunDirectory, launcher: Launcher, watch: Watch) -> Callable[[], None]:
+def _on_poll(
+    job: ProfileJob, directory: RunDirectory, launcher: Launcher, watch: Watch, look: Callable[[], None]
+) -> Callable[[], None]:
     """Reports the measurement of worker 0, and ends the waiting after the timeout. A job's wait for nodes does not
     count."""
     deadline = time.monotonic() + job.timeout_s
-    measuring = "starting the workers"
+    now = "starting the workers"
 
     def update() -> None:
-        nonlocal measuring, deadline
+        nonlocal now, deadline
+        look()
         if launcher.is_waiting():
             deadline = time.monotonic() + job.timeout_s
         activity = read_activity(directory.activity(worker_name(0)))
-        measuring = activity.text if activity else measuring
-        watch(measuring, "")
+        now = activity.text if activity else now
+        watch(now, "")
         if time.monotonic() > deadline:
             raise RunError(
-                f"measuring took longer than --timeout-s {job.timeout_s:g}, the last of it {measuring}; "
+                f"measuring took longer than --timeout-s {job.timeout_s:g}, the last of it {now}; "
                 f"raise it or lower --max-tokens; logs in {directory.logs}"
             )
 
     return update
+
+
+def _taken(job: ProfileJob, results: Path, root: Path | None) -> tuple[Hardware, tuple[Path, ...]]:
+    """Moves the results to the place where plans look for them."""
+    hardware = job.hardware or read_hardware(results / LEFT_FILE)
+    profiles = []
+    for target in job.targets:
+        if (measured := results / target.file).is_file():  # not of one that was kept
+            profiles.append(target.path(hardware.name, root))
+            save_profile(load_profile(measured), profiles[-1])
+    if job.constants:
+        save_constants(load_constants(results / CONSTANTS_FILE), constants_path(hardware.name, root))
+    leave_description(hardware, root)
+    return hardware, tuple(profiles)
+
+
+def _remove(folder: Path, and_above: bool) -> None:
+    """Removes a folder, and ignores errors; `and_above`: the folder above it too, if nothing else is there."""
+    with contextlib.suppress(OSError):
+        delete(folder)
+        if and_above:
+            folder.parent.rmdir()

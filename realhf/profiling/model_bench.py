@@ -32,6 +32,7 @@ from realhf.models.attention import Attention
 from realhf.models.rotary import rotary_tables
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
+from realhf.planning.model.measured import MeasuredConstant
 
 WARM_UPS = 2
 LAYERS = 4  # in the timed model
@@ -48,11 +49,12 @@ Work = Callable[[], object]
 class Stopwatch:
     """Times work that all ranks start together; every rank gets the same result.
 
-    Collective: all ranks of the world make the same calls, with None where a rank has no work. `clock` tells seconds.
+    Collective: all ranks of the world make the same calls, with None where a rank has no work. `device`: where they
+    work. `clock` tells seconds.
     """
 
     def __init__(self, device: torch.device, repetitions: int, clock: Callable[[], float] = time.perf_counter):
-        self._device, self._repetitions, self._clock = device, repetitions, clock
+        self.device, self._repetitions, self._clock = device, repetitions, clock
         self._spreads: list[float] = []
 
     def take_spread(self) -> float:
@@ -82,6 +84,17 @@ class Stopwatch:
         rest_s = statistics.median(both - one for one, both in turns)
         return self._combine(part_s, part, slowest), self._combine(rest_s, whole, slowest)
 
+    def buffer_s(self, work: Callable[[Tensor], object] | None, size_bytes: int, turns: int = 1) -> float:
+        """Seconds of the slowest rank for `work` on float32 numbers of this size, a part of `turns` equal ones."""
+        buffer = torch.zeros(size_bytes // 4, device=self.device)
+        return self.seconds(None if work is None else partial(work, buffer), slowest=True) / turns
+
+    def constant(self, seconds: Callable[[], float]) -> MeasuredConstant:
+        """The `seconds`, and the spread of the readings that were taken for them."""
+        self.take_spread()
+        value = max(seconds(), 1e-9)
+        return MeasuredConstant(value=value, spread=self.take_spread())
+
     def largest(self, value: float) -> float:
         """The largest of all ranks' values."""
         return self._over_ranks(value, dist.ReduceOp.MAX)
@@ -110,33 +123,24 @@ class Stopwatch:
         start = self._clock()
         for _ in range(loops):
             work()
-        self._synchronise()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return (self._clock() - start) / loops
 
     def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
-        total = torch.tensor(value, dtype=torch.float64, device=self._device)
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, op)
         return total.item()
-
-    def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def spread_of(readings: list[float]) -> float:
     """The standard deviation of the logarithms of readings, estimated from their middle half, so that a disturbed
     reading does not count."""
-    logarithms = sorted(math.log(reading) for reading in readings if reading > 0)
+    logarithms = [math.log(reading) for reading in readings if reading > 0]
     if len(logarithms) < 2:
         return 0.0
-    last = len(logarithms) - 1
-
-    def at(part: float) -> float:
-        low = int(part * last)
-        weight = part * last - low
-        return logarithms[low] * (1 - weight) + logarithms[min(low + 1, last)] * weight
-
-    return (at(0.75) - at(0.25)) / 1.349
+    low, _, high = statistics.quantiles(logarithms, method="inclusive")
+    return (high - low) / 1.349
 
 
 class ModelBench:
@@ -147,11 +151,9 @@ class ModelBench:
     keeps step.
     """
 
-    def __init__(
-        self, model: DecoderConfig, dtype: DType, groups: ParallelGroups | None, device: torch.device, watch: Stopwatch
-    ):
-        self.model, self.dtype, self.device, self.watch = model, getattr(torch, dtype), device, watch
-        self.groups = groups
+    def __init__(self, model: DecoderConfig, dtype: DType, groups: ParallelGroups | None, watch: Stopwatch):
+        self.model, self.dtype, self.groups, self.watch = model, getattr(torch, dtype), groups, watch
+        self.device = device = watch.device
         if groups is None:
             return
         config = replace(model, num_layers=LAYERS)

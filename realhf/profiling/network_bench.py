@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,10 +28,8 @@ class NetworkBench:
         per_node: workers of each.
     """
 
-    def __init__(
-        self, num_nodes: int, per_node: int, rank: int, device: torch.device, watch: Stopwatch, timeout_s: float
-    ):
-        self.device, self.watch = device, watch
+    def __init__(self, num_nodes: int, per_node: int, rank: int, watch: Stopwatch, timeout_s: float):
+        self.watch = watch
         meshes = [DeviceMesh(first * per_node, 2 * per_node) for first in range(0, num_nodes - 1, 2)]
         stages, replicas = (
             [Layout(mesh, strategy) for mesh in meshes]
@@ -47,27 +44,25 @@ class NetworkBench:
 
     def found(self) -> dict[str, MeasuredConstant]:
         """Latency and bandwidth of a message, and the bandwidth of a device in a collective."""
-        large_bytes = LARGE_BYTES[self.device.type]
-        latency_s, latency_spread = self.timed(self.message, SMALL_BYTES)
         # There and back are two messages. An all-reduce of two sends all of the data from each to the other, in two
         # hops (`Hardware.all_reduce_s`): both directions are busy.
-        rates = {}
-        for name, work, turns in (
-            ("inter_node_send_bandwidth", self.message, 2),
-            ("inter_node_bandwidth", self.ring, 1),
-        ):
-            small_s, _ = self.timed(work, SMALL_BYTES)
-            large_s, spread = self.timed(work, large_bytes)
-            longer_s = max(large_s - small_s, LEAST_PART * large_s)
-            rates[name] = MeasuredConstant(value=turns * (large_bytes - SMALL_BYTES) / longer_s, spread=spread)
-        return {"inter_node_latency_s": MeasuredConstant(value=latency_s / 2, spread=latency_spread), **rates}
+        sizes_bytes = (SMALL_BYTES, LARGE_BYTES[self.watch.device.type])
+        latency, of_message = link(self.watch, self.message, sizes_bytes, turns=2)
+        _, of_ring = link(self.watch, self.ring, sizes_bytes)
+        return {
+            "inter_node_latency_s": latency,
+            "inter_node_send_bandwidth": of_message,
+            "inter_node_bandwidth": of_ring,
+        }
 
-    def timed(self, work: Callable[[Tensor], object] | None, size_bytes: int) -> tuple[float, float]:
-        """(seconds of the slowest rank, spread of the readings) of `work` on a tensor of this size."""
-        buffer = torch.zeros(size_bytes // 4, device=self.device)
-        self.watch.take_spread()
-        taken = self.watch.seconds(None if work is None else partial(work, buffer), slowest=True)
-        return max(taken, 1e-9), self.watch.take_spread()
+
+def link(
+    watch: Stopwatch, work: Callable[[Tensor], object] | None, sizes_bytes: tuple[int, int], turns: int = 1
+) -> tuple[MeasuredConstant, MeasuredConstant]:
+    """(seconds of a small message, bytes a second of a large one beyond it), where `work` is `turns` messages."""
+    small, large = (watch.constant(partial(watch.buffer_s, work, size_bytes, turns)) for size_bytes in sizes_bytes)
+    longer_s = max(large.value - small.value, LEAST_PART * large.value)
+    return small, MeasuredConstant(value=(sizes_bytes[1] - sizes_bytes[0]) / longer_s, spread=large.spread)
 
 
 def there_and_back(pair: ParallelGroups, buffer: Tensor) -> None:

@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,52 +12,46 @@ import torch.distributed as dist
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import write_atomically
-from realhf.cpu.host_group import host_identity
 from realhf.machine.gpus import visible_gpus
-from realhf.machine.network import BY_INTERFACE, addresses, interface_of, own_address, source_of
+from realhf.machine.network import BY_INTERFACE, interface_of, own_address, source_of
+from realhf.parallel.groups import make_world
 from realhf.planning.here import gpu_hardware
-from realhf.planning.model.measured import MeasuredConstant
+from realhf.planning.model.descriptions import LEFT_FILE
+from realhf.planning.model.measured import NETWORK, MeasuredConstants
 from realhf.profiling.job import ProfileJob
 from realhf.profiling.model_bench import Stopwatch
 from realhf.profiling.network_bench import NetworkBench
 from realhf.rundir.paths import RunDirectory
 from realhf.worker.device import device_name
 from realhf.worker.device_check import check_device
-from realhf.worker.reachability import check_reachability
+from realhf.worker.reachability import LOOPBACK, join_network
 
-LOOPBACK = "lo"
 LOOK_EVERY_S = 1.0
 NAMED = 4  # nodes
 
 
-@dataclass(frozen=True)
-class Network:
-    """The constants measured between the nodes, and when and where in words."""
-
-    constants: dict[str, MeasuredConstant]
-    source: str
-
-
-def on_found(job: ProfileJob, rank: int, device: torch.device) -> ProfileJob:
-    """The job on this worker's device: with the name of the hardware, and without constants that were measured before.
+def on_found(job: ProfileJob, results: Path, rank: int, device: torch.device) -> ProfileJob:
+    """The job on this worker's device: with the hardware, and without the targets that were measured before. Where the
+    job names no hardware, worker 0 writes its description into `results`.
 
     Raises UserError if the device differs from the description.
     """
-    check_device(job.described, rank, device)
+    check_device(job.hardware, rank, device)
     if job.hardware:
         return job
     hardware = gpu_hardware(visible_gpus()[0], job.num_workers)
     if rank == 0:
-        write_atomically(job.description_path, msgspec.yaml.encode(hardware))
-    targets = tuple(t for t in job.targets if f"{hardware.name}/{Path(t.path).name}" not in job.kept)
-    return msgspec.structs.replace(job, hardware=hardware.name, targets=targets)
+        write_atomically(results / LEFT_FILE, msgspec.yaml.encode(hardware))
+    targets = tuple(target for target in job.targets if f"{hardware.name}/{target.file}" not in job.kept)
+    return msgspec.structs.replace(job, hardware=hardware, targets=targets)
 
 
 class Nodes:
     """All workers of a job of several nodes, who meet through a file in the job's directory."""
 
     def __init__(self, job: ProfileJob, directory: RunDirectory, rank: int, device: torch.device) -> None:
-        self.job, self.rank, self.device = job, rank, device
+        assert job.hardware is not None, "`on_found` has named it"
+        self.job, self.rank, self.device, self.hardware = job, rank, device, job.hardware.name
         self.store = dist.FileStore(str(directory.rendezvous / "nodes"), job.world_size)
         self.store.set_timeout(timedelta(seconds=job.timeout_s))
 
@@ -66,30 +59,26 @@ class Nodes:
     def is_on_first(self) -> bool:
         return self.rank < self.job.num_workers
 
-    def network(self) -> Network:
-        """Measures the links between the nodes; all workers call it together.
+    def network(self) -> MeasuredConstants:
+        """Measures the links between the nodes, and says when and between which; all workers call it together.
 
         Raises RunError if a node does not reach another one, UserError if they have other devices.
         """
-        self._choose_interface()
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("torch", self.store),
-            rank=self.rank,
-            world_size=self.job.world_size,
-            timeout=timedelta(seconds=self.job.timeout_s),
-        )
+        if self.rank == 0:
+            self.store.set("address", own_address(self.job.network_interface, BY_INTERFACE))
+        on_first = interface_of(source_of(self.store.get("address").decode()))
+        join_network(self.store, self.rank, self.job.world_size, self.device, self.job.network_interface, on_first)
+        store = dist.PrefixStore("torch", self.store)
+        make_world(store, self.rank, self.job.world_size, self.device, self.job.timeout_s)
         places = self._places()
         check_alike(places)
         watch = Stopwatch(self.device, self.job.repetitions)
-        bench = NetworkBench(
-            self.job.num_nodes, self.job.num_workers, self.rank, self.device, watch, self.job.timeout_s
-        )
-        found = bench.found()
+        found = NetworkBench(self.job.num_nodes, self.job.num_workers, self.rank, watch, self.job.timeout_s).found()
         dist.destroy_process_group()
         hosts = list(dict.fromkeys(host for host, _ in places))
         more = f" and {len(hosts) - NAMED} more" if len(hosts) > NAMED else ""
-        return Network(found, f"{time.strftime('%Y-%m-%d')} between {', '.join(hosts[:NAMED])}{more}")
+        source = f"{time.strftime('%Y-%m-%d')} between {', '.join(hosts[:NAMED])}{more}"
+        return MeasuredConstants(hardware=self.hardware, constants=found, measured={NETWORK: source})
 
     def wait_for_first(self) -> None:
         """Waits on another node until the first has measured the rest: where a worker ends early, some clusters end
@@ -111,22 +100,6 @@ class Nodes:
         texts = (self.store.get(f"place {rank}") for rank in range(self.job.world_size))
         return [msgspec.json.decode(text, type=tuple[str, str]) for text in texts]
 
-    def _choose_interface(self) -> None:
-        """Has gloo, and NCCL where an interface is named, use the network between the nodes, which has to be open."""
-        named = self.job.network_interface
-        if self.rank == 0:
-            self.store.set("address", own_address(named, BY_INTERFACE))
-        first = self.store.get("address").decode()
-        interface = named or interface_of(source_of(first))
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if named:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", named)
-        chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        # NCCL, where no interface is named, may choose another one than gloo.
-        if chosen in addresses() and chosen != LOOPBACK and (named or self.device.type == "cpu"):
-            check_reachability(self.store, self.rank, self.job.world_size, host_identity(), chosen)
-
 
 def check_alike(places: list[tuple[str, str]]) -> None:
     """Raises UserError if workers, by (host, device), have devices of several kinds."""
@@ -140,6 +113,6 @@ def check_alike(places: list[tuple[str, str]]) -> None:
 
 
 def stay_within_node() -> None:
-    """From now on new process groups use the loopback interface, as for a profile of one machine."""
+    """From now on new process groups use the loopback interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)

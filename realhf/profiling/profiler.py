@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -32,9 +31,15 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_s
 from realhf.geometry.parameters import decoder_parameters
 from realhf.launch.process import worker_index
 from realhf.parallel.collectives import all_gather, reduce_scatter
-from realhf.parallel.groups import GroupTable
+from realhf.parallel.groups import GroupTable, make_world
 from realhf.parallel.waiting import end_process, waits_on
-from realhf.planning.model.measured import NETWORK, MeasuredConstant, MeasuredConstants, save_constants
+from realhf.planning.model.measured import (
+    CONSTANTS_FILE,
+    NETWORK,
+    MeasuredConstant,
+    MeasuredConstants,
+    save_constants,
+)
 from realhf.planning.model.profile import (
     CallOverheads,
     CollectiveKind,
@@ -47,8 +52,7 @@ from realhf.planning.model.profile import (
     save_profile,
 )
 from realhf.profiling.call_bench import SEQUENCES, CallBench
-from realhf.profiling.communicator_bench import communicator_bytes
-from realhf.profiling.constants_bench import ConstantsBench
+from realhf.profiling.constants_bench import ConstantsBench, communicator_bytes
 from realhf.profiling.curves import (
     LEAST_OF_EMBEDDING,
     Floors,
@@ -57,11 +61,11 @@ from realhf.profiling.curves import (
     measured_curves,
     noise_text,
 )
-from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
+from realhf.profiling.job import JOB_FILE, RESULTS, ProfileJob, ProfileTarget
 from realhf.profiling.model_bench import ModelBench, Stopwatch
 from realhf.profiling.network_bench import there_and_back
 from realhf.profiling.nodes import Nodes, on_found, stay_within_node
-from realhf.profiling.reallocation_bench import neighbours, reallocation
+from realhf.profiling.reallocation_bench import reallocation
 from realhf.profiling.round_trip import median_round_trip_s
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory, worker_name
@@ -81,7 +85,9 @@ class Profiler:
     def __init__(
         self, job: ProfileJob, rank: int, device: torch.device, directory: Path, set_activity: Callable[[str], None]
     ):
+        assert job.hardware is not None, "`on_found` has named it"
         self.job, self.rank, self.device, self.directory = job, rank, device, directory
+        self.hardware = job.hardware.name
         self.set_activity = set_activity
         self.watch = Stopwatch(device, job.repetitions)
         self.noisy: list[str] = []  # found by `_curves` since the last `_take_noisy`
@@ -93,11 +99,16 @@ class Profiler:
         pairs = workers // 2
         self.pipeline = Layout(DeviceMesh(0, 2 * pairs), ParallelStrategy(dp=pairs, pp=2)) if pairs else None
         # Neighbours, which measure messages in the same way as pipeline stages send them.
-        self.pairs = [Layout(DeviceMesh(2 * i, 2), ParallelStrategy(pp=2)) for i in range(pairs)]
-        self.neighbours = neighbours(rank, workers)
+        stages = [Layout(DeviceMesh(2 * i, 2), ParallelStrategy(pp=2)) for i in range(pairs)]
         alone = [Layout(DeviceMesh(device, 1), ParallelStrategy()) for device in range(2 * pairs)]
-        layouts = [*self.layouts.values(), *([self.pipeline] if self.pipeline else []), *self.pairs, *alone]
+        layouts = [*self.layouts.values(), *([self.pipeline] if self.pipeline else []), *stages, *alone]
         self.table = GroupTable(layouts, rank, job.timeout_s, waits=waits_on(device, end_process))
+        # The messages and the layouts of this rank and its neighbour; None for the last of an odd number.
+        self.exchange: Run | None = None
+        self.neighbours: tuple[Layout, Layout] | None = None
+        if rank // 2 < pairs:
+            self.exchange = partial(there_and_back, self.table.groups(stages[rank // 2]))
+            self.neighbours = alone[rank // 2 * 2], alone[rank // 2 * 2 + 1]
 
     def profiles(self) -> list[LayerProfile]:
         """One profile a target of the job, in their order; those of rank 0 are complete."""
@@ -107,27 +118,25 @@ class Profiler:
         of_collectives: dict[ProfilePart, float] = {"collectives": self.watch.take_spread()} if collectives else {}
         noisy_collectives = self._take_noisy()
         found: list[LayerProfile] = []
-        measured: dict[tuple[DecoderConfig, DType], LayerProfile] = {}  # the first of those that differ in their heads
+        # By trunk: the first of the models that differ in their heads alone.
+        measured: dict[tuple[DecoderConfig, DType], LayerProfile] = {}
         for target in self.job.targets:
-            key = _trunk(target.model), target.dtype
-            if key in measured:
-                found.append(self._with_head(measured[key], target))
+            trunk = replace(target.model.with_head("scalar"), num_layers=1), target.dtype
+            if trunk in measured:
+                found.append(self._with_head(measured[trunk], target))
             else:
-                measured[key] = self._measure(target)
-                found.append(measured[key])
+                measured[trunk] = self._measure(target)
+                found.append(measured[trunk])
         self.set_activity("measuring the way of a request and its reply")
         call_overhead_s = median_round_trip_s(
             self.directory, self.rank, self.job.num_workers, self.job.batch_size, self.job.timeout_s
         )
-        of_machine = {
-            "collectives": collectives,
-            "communicator_bytes": of_communicator,
-            "call_overhead_s": call_overhead_s,
-        }
         return [
             msgspec.structs.replace(
                 profile,
-                **of_machine,
+                collectives=collectives,
+                communicator_bytes=of_communicator,
+                call_overhead_s=call_overhead_s,
                 spread={**profile.spread, **of_collectives},
                 noisy=(*profile.noisy, *noisy_collectives),
             )
@@ -136,22 +145,15 @@ class Profiler:
 
     def constants(self) -> MeasuredConstants:
         """The constants of the machine that the job asks for; the result of rank 0 is complete."""
-        exchange = self._there_and_back if self.rank // 2 < len(self.pairs) else None
-        bench = ConstantsBench(
-            self.job.dtypes,
-            self.table.groups(self.layouts[1]),
-            exchange,
-            self.job.num_workers,
-            self.device,
-            self.watch,
-        )
+        groups = self.table.groups(self.layouts[1])
+        bench = ConstantsBench(self.job.dtypes, groups, self.exchange, self.job.num_workers, self.watch)
         found: dict[str, MeasuredConstant] = {}
         for measurement in self.job.constants:
             if measurement == NETWORK:
                 continue  # `Nodes` has measured it
             self.set_activity(f"measuring {measurement}")
             found |= bench.found(measurement)
-        return MeasuredConstants(hardware=self.job.hardware, constants=found, measured=self._circumstances())
+        return MeasuredConstants(hardware=self.hardware, constants=found, measured=self._circumstances())
 
     def _measure(self, target: ProfileTarget) -> LayerProfile:
         """The profile of a model type, without the timings that `profiles` measures once for the machine."""
@@ -171,10 +173,10 @@ class Profiler:
         self.set_activity(f"measuring reallocation, {target.dtype}")
         moved = None
         if self.job.num_workers > 1:
-            moved = reallocation(target, self.neighbours, self.table, self.rank, self.device, self.watch)
+            moved = reallocation(target, self.neighbours, self.table, self.watch)
             spread["reallocation"] = self.watch.take_spread()
         return LayerProfile(
-            hardware=self.job.hardware,
+            hardware=self.hardware,
             model=target.model,
             dtype=target.dtype,
             sequence_length=self.job.sequence_length,
@@ -272,24 +274,21 @@ class Profiler:
         return self.watch.seconds(step) / count
 
     def _overheads(self, target: ProfileTarget, optimizer_s_per_parameter: float) -> CallOverheads:
-        in_pipeline = self.pipeline is not None and self.rank in self.pipeline.mesh.devices
         sequences = self._lengths(SEQUENCES * self.job.sequence_length)
         bench = CallBench(
             target,
             self.table.groups(self.layouts[1]),
-            self.table.groups(self.pipeline) if self.pipeline and in_pipeline else None,
-            self.device,
+            self.table.groups(self.pipeline) if self.pipeline and self.exchange else None,
             self.watch,
             (SEQUENCES * sequences)[:SEQUENCES],  # rounding may leave fewer
         )
-        exchange = self._there_and_back if in_pipeline else None
-        message_s = bench.message_s(exchange) if self.pipeline else 0.0
+        message_s = bench.message_s(self.exchange) if self.pipeline else 0.0
         return bench.overheads(optimizer_s_per_parameter, message_s)
 
     def _bench(self, target: ProfileTarget, tp: int) -> ModelBench:
         layout = self.layouts[tp]
         groups = self.table.groups(layout) if self.rank in layout.mesh.devices else None
-        return ModelBench(target.model, target.dtype, groups, self.device, self.watch)
+        return ModelBench(target.model, target.dtype, groups, self.watch)
 
     def _lengths(self, tokens: int) -> list[int]:
         return spread_lengths(tokens, self.job.sequence_length, self.job.length_spread)
@@ -305,8 +304,7 @@ class Profiler:
             for kind, run in self._works(size).items():
                 found.append(self._collective(kind, size, None if group is None else partial(run, group=group)))
         if self.job.num_workers > 1:
-            has_peer = self.rank // 2 < len(self.pairs)
-            found.append(self._collective("send", 2, self._there_and_back if has_peer else None))
+            found.append(self._collective("send", 2, self.exchange))
         return tuple(found)
 
     def _works(self, size: int) -> dict[CollectiveKind, Callable[..., object]]:
@@ -320,15 +318,10 @@ class Profiler:
 
     def _collective(self, kind: CollectiveKind, size: int, run: Run | None) -> CollectiveTimings:
         def measure(size_bytes: int) -> tuple[float]:
-            buffer = torch.zeros(size_bytes // 4, device=self.device)  # float32
-            taken = self.watch.seconds(None if run is None else partial(run, buffer), slowest=True)
-            return (taken / 2 if kind == "send" else taken,)
+            return (self.watch.buffer_s(run, size_bytes, turns=2 if kind == "send" else 1),)
 
         (seconds,) = self._curves([f"{kind} of {size}"], "bytes", COLLECTIVE_BYTES, measure)
         return CollectiveTimings(kind=kind, group_size=size, seconds=seconds)
-
-    def _there_and_back(self, buffer: Tensor) -> None:
-        there_and_back(self.table.groups(self.pairs[self.rank // 2]), buffer)
 
     def _circumstances(self) -> dict[str, str | int | float]:
         is_gpu = self.device.type == "cuda"
@@ -360,11 +353,6 @@ def spread_lengths(tokens: int, mean: int, spread: int) -> list[int]:
     return [end - start for start, end in pairwise(borders) if end > start]
 
 
-def _trunk(model: DecoderConfig) -> DecoderConfig:
-    """Equal for models whose layers and embeddings cost the same."""
-    return replace(model.with_head("scalar"), num_layers=1)
-
-
 def _is_legal(model: DecoderConfig, tp: int) -> bool:
     try:
         check_strategy("profile", model, ParallelStrategy(tp=tp))
@@ -382,38 +370,29 @@ def carry_out(job: ProfileJob, directory: RunDirectory, rank: int, set_activity:
     Rank 0 writes the results."""
     set_activity("joining the other workers")
     device = own_device()
-    job, network = on_found(job, rank, device), None
+    results = directory.path / RESULTS
+    job = on_found(job, results, rank, device)
     nodes = Nodes(job, directory, rank, device) if job.num_nodes > 1 else None
     if nodes and NETWORK in job.constants:
         set_activity("measuring network")
         network = nodes.network()
+        if rank == 0:
+            save_constants(network, results / CONSTANTS_FILE)
     if nodes and not nodes.is_on_first:
         nodes.wait_for_first()
         return
-    if nodes:
-        stay_within_node()
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(directory.rendezvous / "torch"), job.num_workers),
-        rank=rank,
-        world_size=job.num_workers,
-        timeout=timedelta(seconds=job.timeout_s),
-    )
+    stay_within_node()
+    store = dist.FileStore(str(directory.rendezvous / "torch"), job.num_workers)
+    make_world(store, rank, job.num_workers, device, job.timeout_s)
     profiler = Profiler(job, rank, device, directory.path / "round_trip", set_activity)
     constants = profiler.constants() if job.constants else None
     profiles = profiler.profiles() if job.targets else []
     if rank == 0:
-        if constants is not None and network is not None:
-            constants = msgspec.structs.replace(
-                constants,
-                constants={**constants.constants, **network.constants},
-                measured={**constants.measured, NETWORK: network.source},
-            )
         if constants is not None:
-            save_constants(constants, Path(job.constants_path))
+            save_constants(constants, results / CONSTANTS_FILE)
         set_activity("writing the profiles")
         for target, profile in zip(job.targets, profiles, strict=True):
-            save_profile(profile, target.path)
+            save_profile(profile, results / target.file)
         if nodes:
             nodes.tell_end()
     dist.destroy_process_group()

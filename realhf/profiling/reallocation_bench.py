@@ -7,7 +7,7 @@ import torch
 
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
-from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable
 from realhf.planning.model.profile import ReallocationTimings
@@ -21,24 +21,11 @@ FEW, MANY = 1, 4  # layers
 LEAST_GAIN = 0.05  # part of the shorter move's time; layers are most of a model, so that a real gain is far above it
 
 
-def neighbours(rank: int, num_workers: int) -> tuple[Layout, Layout] | None:
-    """(source, target): a rank of even number and the next, each alone; None for one that has no neighbour."""
-    source = rank // 2 * 2
-    if source + 1 == num_workers:
-        return None
-    first, second = (Layout(DeviceMesh(device, 1), ParallelStrategy()) for device in (source, source + 1))
-    return first, second
-
-
 def reallocation(
-    target: ProfileTarget,
-    pair: tuple[Layout, Layout] | None,
-    table: GroupTable,
-    rank: int,
-    device: torch.device,
-    watch: Stopwatch,
+    target: ProfileTarget, pair: tuple[Layout, Layout] | None, table: GroupTable, watch: Stopwatch
 ) -> ReallocationTimings:
-    """The time of moving a model from the first to the second of a pair; all ranks call it together.
+    """The time of moving a model between neighbours, from a rank of even number to the next; all ranks call it
+    together. `pair`: the layouts of this rank and its neighbour, each alone; None for a rank that has none.
 
     From FEW and MANY layers: the time that does not grow with them is the latency.
     """
@@ -46,13 +33,13 @@ def reallocation(
     works, size_bytes = [], []
     for layers in (FEW, MANY):
         model = replace(target.model.with_head("scalar"), num_layers=layers)
-        whole = (
-            ShardedModel(ModelSpec(model, table.groups(pair[0] if rank % 2 == 0 else pair[1]), dtype, device))
-            if pair
-            else None
-        )
-        works.append(_move(whole, pair, table, rank) if pair and whole else None)
-        held_bytes = sum(box.size for box, _ in whole.residency.held()) * dtype.itemsize if whole else 0
+        work: Callable[[], None] | None = None
+        held_bytes = 0
+        if pair:
+            whole = ShardedModel(ModelSpec(model, table.groups(pair[table.rank % 2]), dtype, watch.device))
+            work = _move(whole, pair, table)
+            held_bytes = sum(box.size for box, _ in whole.residency.held()) * dtype.itemsize
+        works.append(work)
         size_bytes.append(watch.largest(held_bytes))
     few_s, gained_s = watch.seconds_and_rest(*works, slowest=True)
     return fitted(few_s, gained_s, size_bytes[0], size_bytes[1] - size_bytes[0])
@@ -69,7 +56,7 @@ def fitted(few_s: float, gained_s: float, few_bytes: float, gained_bytes: float)
     return ReallocationTimings(latency_s=max(latency_s, 0.0), bandwidth=gained_bytes / gained_s)
 
 
-def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, rank: int) -> Callable[[], None]:
+def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable) -> Callable[[], None]:
     """A rank's part: to send its model, or to receive it into memory that is new each time, as a run does."""
     source, target = pair
     plan = plan_between(
@@ -78,11 +65,11 @@ def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, r
     carrier = carrier_between(table.of_host((*source.mesh.devices, *target.mesh.devices)), table.waits)
 
     def move() -> None:
-        if rank in source.mesh.devices:
-            execute(Reallocation(plan, rank, model.residency.held(), [], carrier))
+        if table.rank in source.mesh.devices:
+            execute(Reallocation(plan, table.rank, model.residency.held(), [], carrier))
             return
         model.residency.free()
         model.residency.allocate()
-        execute(Reallocation(plan, rank, [], model.residency.held(), carrier))
+        execute(Reallocation(plan, table.rank, [], model.residency.held(), carrier))
 
     return move

@@ -325,8 +325,8 @@ def _profiles_of_noise(rank: int) -> list[tuple[tuple[str, ...], float]]:
     models = (ONE_KV_HEAD, ONE_KV_HEAD.with_head("scalar"))
     with tempfile.TemporaryDirectory() as folder:
         job = ProfileJob(
-            hardware="cpu",
-            targets=tuple(ProfileTarget(model=model, dtype="float32", path="") for model in models),
+            hardware=load_hardware("cpu"),
+            targets=tuple(ProfileTarget(model=model, dtype="float32") for model in models),
             num_workers=1,
             batch_size=2,
             sequence_length=4,

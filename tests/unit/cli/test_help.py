@@ -13,7 +13,6 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.base.options import flags
 from realhf.cli.command import HELP
 from realhf.cli.help import experiment_fields, help_of
-from realhf.cli.renamed import RENAMED
 from realhf.experiments import ready_experiments
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.rundir.run import load_experiment_class
@@ -125,13 +124,13 @@ def test_an_experiment_of_another_name_has_no_help(capsys: pytest.CaptureFixture
     assert "did you mean grpo?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "old"), RENAMED)
+@pytest.mark.parametrize(("command", "old"), cli.RENAMED)
 @pytest.mark.parametrize("value", ["", "=llama7b"])
 def test_an_old_option_is_answered_with_the_new_one(
     command: str, old: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([command, PPO, f"{old}{value}"]) == 2
-    new = RENAMED[command, old]
+    new = cli.RENAMED[command, old]
     assert capsys.readouterr().err == f"error: `realhf {command} {old}` is no more; write: {new}\n"
     assert new.split()[1] in cli.COMMANDS
 
@@ -142,4 +141,4 @@ def test_an_old_option_is_answered_with_the_new_one(
 def test_the_options_of_the_old_readme_are_there_or_are_renamed(command: str, option: str) -> None:
     fields = {one.flag for path in (READY["grpo"], PPO) for one in experiment_fields(load_experiment_class(path))}
     is_there = cli.parser(command).has(option) or (command in cli.WITH_EXPERIMENT and option in fields)
-    assert is_there != ((command, option) in RENAMED)
+    assert is_there != ((command, option) in cli.RENAMED)

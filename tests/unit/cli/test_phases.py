@@ -4,10 +4,9 @@ import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from realhf.cli import main
-from realhf.cli.output import Phases
+from realhf.cli.output import Output, Phases
 
 PPO = str(Path(__file__).parents[3] / "experiments/ppo.py")
 
@@ -15,7 +14,7 @@ PPO = str(Path(__file__).parents[3] / "experiments/ppo.py")
 def test_a_line_a_phase() -> None:
     now = iter([0.0, 1.0, 2.2, 3.0, 15.0])
     out = io.StringIO()
-    with Phases(Console(file=out, width=200), clock=lambda: next(now)) as watch:
+    with Phases(Output(file=out, width=200), clock=lambda: next(now)) as watch:
         watch("options", "")
         watch("searching for 10 s", "")
         watch("searching for 10 s", "best 98.2 s a step after 120,000 plans")
@@ -24,7 +23,7 @@ def test_a_line_a_phase() -> None:
 
 def test_a_terminal_shows_the_present_phase() -> None:
     out = io.StringIO()
-    with Phases(Console(file=out, width=200, force_terminal=True)) as watch:
+    with Phases(Output(file=out, width=200, force_terminal=True)) as watch:
         watch("searching for 10 s", "best 98.2 s a step after 120,000 plans")
     assert out.getvalue().count("best 98.2 s a step after 120,000 plans") >= 1
 

@@ -8,7 +8,7 @@ import pytest
 from realhf.api.experiment import AutoSettings
 from realhf.base.errors import UserError
 from realhf.cli import parser
-from realhf.cli.profile_nodes import described, node_options, size_of, with_links
+from realhf.cli.profile import described, node_options, size_of, with_links
 from realhf.launch.slurm import launcher as slurm_launcher
 from realhf.launch.slurm.launcher import SlurmLauncher
 from realhf.launch.slurm.offer import Nodes, Offer

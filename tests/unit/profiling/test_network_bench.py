@@ -18,27 +18,37 @@ from tests.distributed.pool import run_distributed
 H100 = load_hardware("h100")  # whose messages reach less than its collectives
 
 
+class Timed(Stopwatch):
+    """A stopwatch to which works tell what they take."""
+
+    def __init__(self) -> None:
+        self.device, self.told_s = torch.device("cpu"), 0.0
+
+    def buffer_s(self, work: Callable[[Tensor], object] | None, size_bytes: int, turns: int = 1) -> float:
+        assert work is not None
+        work(torch.zeros(size_bytes // 4))
+        return self.told_s / turns
+
+    def take_spread(self) -> float:
+        return 0.1
+
+
 class Modelled(NetworkBench):
     """A bench whose works take the times that the cost model says of one device a node; no process is needed."""
 
-    def __init__(self, hardware: Hardware) -> None:
-        self.device, self.message, self.ring = torch.device("cpu"), self._message, self._ring
-        self.hardware, self.seconds = hardware, 0.0
+    def __init__(self, hardware: Hardware, watch: Timed) -> None:
+        self.message, self.ring = self._message, self._ring
+        self.hardware, self.watch = hardware, watch
 
     def _message(self, buffer: Tensor) -> None:
-        self.seconds = 2 * self.hardware.send_s(buffer.nbytes, crosses_nodes=True)  # there and back
+        self.watch.told_s = 2 * self.hardware.send_s(buffer.nbytes, crosses_nodes=True)  # there and back
 
     def _ring(self, buffer: Tensor) -> None:
-        self.seconds = self.hardware.all_reduce_s(buffer.nbytes, 2, crosses_nodes=True)
-
-    def timed(self, work: Callable[[Tensor], object] | None, size_bytes: int) -> tuple[float, float]:
-        assert work is not None
-        work(torch.zeros(size_bytes // 4))
-        return self.seconds, 0.1
+        self.watch.told_s = self.hardware.all_reduce_s(buffer.nbytes, 2, crosses_nodes=True)
 
 
 def test_the_constants_are_those_of_the_cost_model() -> None:
-    found = Modelled(H100).found()
+    found = Modelled(H100, Timed()).found()
     assert found["inter_node_bandwidth"].value == pytest.approx(H100.inter_node_bandwidth, rel=1e-6)
     assert found["inter_node_send_bandwidth"].value == pytest.approx(H100.send_bandwidth, rel=1e-6)
     # A kilobyte takes some time too.
@@ -48,16 +58,16 @@ def test_the_constants_are_those_of_the_cost_model() -> None:
 
 
 def test_noise_makes_no_network_faster_than_four_times_what_was_seen() -> None:
-    class Noisy(Modelled):
-        def timed(self, *_: object) -> tuple[float, float]:
-            return 1.0, 0.0
+    class Noisy(Timed):
+        def buffer_s(self, *_: object) -> float:
+            return 1.0
 
-    assert Noisy(H100).found()["inter_node_bandwidth"].value == pytest.approx(4 * (2**24 - 2**10))
+    assert Modelled(H100, Noisy()).found()["inter_node_bandwidth"].value == pytest.approx(4 * (2**24 - 2**10))
 
 
 def paired(rank: int) -> tuple[list[float], list[float], bool]:
     """What a worker of three nodes with two workers each is given by its partner, and whether it has one."""
-    bench = NetworkBench(3, 2, rank, torch.device("cpu"), Stopwatch(torch.device("cpu"), 1), 300.0)
+    bench = NetworkBench(3, 2, rank, Stopwatch(torch.device("cpu"), 1), 300.0)
     message, summed = torch.full((2,), float(rank)), torch.full((2,), 10.0**rank)
     if bench.message is not None and bench.ring is not None:
         bench.message(message)

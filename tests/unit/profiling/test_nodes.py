@@ -12,8 +12,10 @@ from realhf.base.files import decode_json
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job
 from realhf.planning.clusters import cluster_of
-from realhf.planning.model.descriptions import load_hardware, read_hardware
+from realhf.planning.model.descriptions import LEFT_FILE, load_hardware, read_hardware
+from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.measured import (
+    CONSTANTS_FILE,
     MeasuredConstant,
     MeasuredConstants,
     constants_path,
@@ -22,9 +24,9 @@ from realhf.planning.model.measured import (
 )
 from realhf.planning.model.profile import load_profile, profile_path, save_profile
 from realhf.planning.request import DevicesRequest, unwatched
-from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
+from realhf.profiling.job import JOB_FILE, RESULTS, ProfileJob, ProfileTarget
+from realhf.profiling.measure import Place, measure, measured_before
 from realhf.profiling.nodes import on_found
-from realhf.profiling.on_nodes import Measuring, measure_on_nodes, measured_before
 from tests.unit.machine.nvml import H100, stand_in
 from tests.unit.planning.test_profile import profile, tensor
 
@@ -36,13 +38,10 @@ MODELS = tuple(
 CPU = torch.device("cpu")
 
 
-def job(folder: Path, hardware: str = "") -> ProfileJob:
+def job(hardware: Hardware | None = None) -> ProfileJob:
     return ProfileJob(
         hardware=hardware,
-        targets=tuple(
-            ProfileTarget(model=one, dtype="bfloat16", path=str(folder / profile_path(one, "bfloat16", "").name))
-            for one in MODELS
-        ),
+        targets=tuple(ProfileTarget(model=one, dtype="bfloat16") for one in MODELS),
         num_workers=8,
         num_nodes=2,
         batch_size=8,
@@ -53,29 +52,27 @@ def job(folder: Path, hardware: str = "") -> ProfileJob:
         repetitions=1,
         timeout_s=60.0,
         constants=("network",),
-        constants_path=str(folder / "constants.json"),
-        description_path=str(folder / "hardware.yaml"),
     )
 
 
 def test_a_worker_finds_what_its_node_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It sees one of the node's eight GPUs; the description is of all of them."""
     stand_in(monkeypatch, tmp_path, [H100])
-    asked = job(tmp_path)
-    kept = f"{NAME}/{Path(asked.targets[0].path).name}"
-    found = on_found(msgspec.structs.replace(asked, kept=(kept, "other/x.json")), 0, CPU)
-    assert (found.hardware, found.targets) == (NAME, asked.targets[1:])
+    asked = job()
+    kept = f"{NAME}/{asked.targets[0].file}"
+    found = on_found(msgspec.structs.replace(asked, kept=(kept, "other/x.json")), tmp_path, 0, CPU)
+    assert found.hardware is not None
+    assert (found.hardware.name, found.targets) == (NAME, asked.targets[1:])
     description = read_hardware(tmp_path / "hardware.yaml")
     assert (description.name, description.devices_per_node) == (NAME, 8)
     (tmp_path / "hardware.yaml").unlink()
-    assert on_found(asked, 3, CPU) == msgspec.structs.replace(asked, hardware=NAME)
+    assert on_found(asked, tmp_path, 3, CPU) == msgspec.structs.replace(asked, hardware=found.hardware)
     assert not (tmp_path / "hardware.yaml").exists(), "the first worker writes it"
 
 
 def test_a_worker_on_other_hardware_than_was_described_says_so(tmp_path: Path) -> None:
-    described = msgspec.structs.replace(job(tmp_path, "h100"), described=load_hardware("h100"))
     with pytest.raises(UserError, match=r"the plan is for h100 .* and there is no GPU"):
-        on_found(described, 0, CPU)
+        on_found(job(load_hardware("h100")), tmp_path, 0, CPU)
 
 
 class Nodes(Launcher):
@@ -88,13 +85,14 @@ class Nodes(Launcher):
         self.job = job
         asked = decode_json((job.directory.path / JOB_FILE).read_bytes(), ProfileJob)
         hardware = msgspec.structs.replace(load_hardware("h100"), name=NAME)
-        Path(asked.description_path).write_bytes(msgspec.yaml.encode(hardware))
+        results = job.directory.path / RESULTS
+        (results / LEFT_FILE).write_bytes(msgspec.yaml.encode(hardware))
         constants = {"inter_node_bandwidth": MeasuredConstant(value=4.2e10, spread=0.01)}
-        save_constants(MeasuredConstants(hardware=NAME, constants=constants), Path(asked.constants_path))
+        save_constants(MeasuredConstants(hardware=NAME, constants=constants), results / CONSTANTS_FILE)
         last = asked.targets[-1]  # the others were kept
         save_profile(
             msgspec.structs.replace(profile(tensor(1, 1.0)), model=last.model, dtype=last.dtype, hardware=NAME),
-            last.path,
+            results / last.file,
         )
 
     def poll(self) -> list[Exit]:
@@ -103,10 +101,9 @@ class Nodes(Launcher):
     def stop(self, *, grace_s: float = 5.0) -> None: ...
 
 
-def measuring(folder: Path, launcher: Launcher) -> Measuring:
-    return Measuring(
-        launcher=launcher, directory=folder, name="profile", nodelist=None, watch=unwatched, look=lambda: None
-    )
+def measured(folder: Path, launcher: Launcher, root: Path | None) -> tuple[Hardware, tuple[Path, ...]]:
+    place = Place(launcher=launcher, num_nodes=2, num_workers=8, hardware=None)
+    return measure(job(), place, folder, root, unwatched, lambda: None)
 
 
 def test_what_nodes_have_measured_comes_to_where_plans_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,7 +113,7 @@ def test_what_nodes_have_measured_comes_to_where_plans_look(monkeypatch: pytest.
     before = {"memory_bandwidth": MeasuredConstant(value=2e12, spread=0.01)}
     save_constants(MeasuredConstants(hardware=NAME, constants=before), constants_path(NAME))
     nodes = Nodes()
-    found, profiles = measure_on_nodes(job(Path("nowhere")), measuring(tmp_path / "runs/job", nodes), None)
+    found, profiles = measured(tmp_path / "runs/job", nodes, None)
     assert found.name == NAME
     assert profiles == (profile_path(MODELS[1], "bfloat16", NAME),)
     assert load_profile(profiles[0]).model == MODELS[1]
@@ -131,9 +128,8 @@ def test_what_nodes_have_measured_comes_to_where_plans_look(monkeypatch: pytest.
 
 
 def test_nodes_that_fail_leave_their_logs(tmp_path: Path) -> None:
-    place = measuring(tmp_path / "runs/job", Nodes(returncode=1))
     with pytest.raises(RunError) as raised:
-        measure_on_nodes(job(Path("nowhere")), place, tmp_path / "profiles")
+        measured(tmp_path / "runs/job", Nodes(returncode=1), tmp_path / "profiles")
     assert raised.value.__notes__ == [f"logs of the job are kept in {tmp_path / 'runs/job'}"]
     assert (tmp_path / "runs/job/logs").is_dir()
     assert not (tmp_path / "profiles").exists()
