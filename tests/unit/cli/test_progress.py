@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
+from realhf.cli.output import Output
 from realhf.cli.progress import Progress
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.rundir.flight_recorder import ActivityWriter
@@ -134,7 +134,7 @@ def test_a_long_run_tells_less_often(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_bar_has_speed_time_left_and_reward(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run")
-    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    console = Output(file=io.StringIO(), force_terminal=True, width=200)
     with Progress() as progress:
         progress._console = console
         progress.starting(run_of(), directory, None)
