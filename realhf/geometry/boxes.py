@@ -3,6 +3,7 @@ parameters by them. No torch here."""
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import Layout, ParallelStrategy, held_layers
@@ -19,10 +20,7 @@ class Box:
 
     @property
     def size(self) -> int:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common part of two boxes of one parameter, None if there is none."""

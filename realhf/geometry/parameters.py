@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Literal
 
 from realhf.architecture.model import DecoderConfig
@@ -32,10 +33,7 @@ class ParameterSpec:
 
     @property
     def size(self) -> int:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return prod(self.shape)
 
     def is_on_stage(self, layers: Collection[int], stage: int, pp: int) -> bool:
         """Whether the stage that has `layers` holds it; a tied embedding is on the first and the last stage."""

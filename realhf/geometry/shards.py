@@ -70,9 +70,8 @@ class Placement:
 def flat_layout(model: DecoderConfig, layout: Layout, device: int) -> FlatLayout:
     """The parameters of `device` as one vector: first those that tp divides, then those replicated over tp, then the
     second copy of a tied embedding."""
-    shapes = {box.name: box.shape for box in device_boxes(model, layout, device)}
-    order = _counting_order(model, layout, device)
-    return FlatLayout({name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}, layout.strategy.dp)
+    (whole,) = units(model, layout, device)
+    return whole.flat
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,9 @@ MESSAGE_BYTES = 2**19
 NCCL_MESSAGE_BYTES = 2**24
 
 
+PeersPart = Literal["send", "receive"]
+
+
 @dataclass(frozen=True)
 class Message:
     """The boxes that this rank sends to `peer` or receives from it, in their order, each in a view of any strides.
@@ -31,7 +34,7 @@ class Message:
     not be read. `parts`: where the views lie, if that is known without making them.
     """
 
-    peers_part: Literal["send", "receive"]
+    peers_part: PeersPart
     peer: int
     boxes: Sequence[Box]
     views: Sequence[Tensor]

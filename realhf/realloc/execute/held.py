@@ -46,12 +46,3 @@ def holder_of(held: HeldBoxes, box: Box) -> tuple[Box, Tensor]:
 def holds(held: HeldBoxes, box: Box) -> bool:
     """Whether one of the held boxes contains all of `box`."""
     return any(holder.contains(box) for holder, _ in held.get(box.name, []))
-
-
-def sent_part(source: HeldBoxes, target: HeldBoxes, box: Box) -> Tensor:
-    """The tensor that a rank sends as `box`: held from the start, or received in an earlier round.
-
-    Raises:
-        ValueError: as `part`.
-    """
-    return part(source if holds(source, box) else target, box)

@@ -6,14 +6,14 @@ Found once: from one reallocation to the next only the addresses of the tensors 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Literal, cast, overload
+from typing import cast, overload
 
 import numpy as np
 from torch import Tensor
 
 from realhf.cpu.host_group import Parts, rows_of
 from realhf.geometry.boxes import Box
-from realhf.realloc.execute.carriers import Message
+from realhf.realloc.execute.carriers import Message, PeersPart
 from realhf.realloc.execute.held import by_name, holder_of, holds
 from realhf.realloc.plan.planner import ReallocationPlan
 
@@ -98,7 +98,7 @@ class Views(Sequence[Tensor]):
 class LocatedMessage:
     """`boxes` that go to `peer` or come from it; `peers_part` is the peer's."""
 
-    peers_part: Literal["send", "receive"]
+    peers_part: PeersPart
     peer: int
     boxes: tuple[Box, ...]
     parts: Locations
@@ -156,7 +156,7 @@ def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Loca
     @cache  # a forwarded part lies where it was received
     def parts(boxes: tuple[Box, ...]) -> Locations:
         """Where boxes lie that the rank holds from the start or receives; it never receives one that it holds."""
-        return Locations([(ours if ours.holds(box) else wanted).location(box) for box in boxes], item)
+        return Locations([(ours if holds(ours.held, box) else wanted).location(box) for box in boxes], item)
 
     rounds = []
     for each_round in plan.rounds_of(rank):
@@ -178,14 +178,11 @@ class _Side:
     """The tensors that a rank holds of source or target, numbered from `first_index` on."""
 
     def __init__(self, held: Held, first_index: int):
-        self._held = by_name(held)
+        self.held = by_name(held)
         self._index_of = {id(tensor): first_index + at for at, (_, tensor) in enumerate(held)}
 
-    def holds(self, box: Box) -> bool:
-        return holds(self._held, box)
-
     def location(self, box: Box) -> Location:
-        holder, tensor = holder_of(self._held, box)
+        holder, tensor = holder_of(self.held, box)
         strides = tensor.stride()
         begin = sum((a - b) * s for a, b, s in zip(box.offset, holder.offset, strides, strict=True))
         return Location(self._index_of[id(tensor)], begin, box.shape, strides)

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import Layout
-from realhf.realloc.execute.carriers import Message, ReallocationError, post, wait_for
+from realhf.realloc.execute.carriers import Message, PeersPart, ReallocationError, post, wait_for
 from realhf.realloc.execute.checksum import SumsByPeer, bit_sum, bit_sums
 from realhf.realloc.execute.executor import Reallocation
-from realhf.realloc.execute.held import HeldBoxes, by_name, part, sent_part
-from realhf.realloc.plan.planner import ReallocationPlan
+from realhf.realloc.execute.locations import Memory, locate
 
 
 class VerificationError(ReallocationError):
@@ -56,31 +55,29 @@ def verify(reallocation: Reallocation, *, arrived: SumsByPeer | None = None) -> 
     """
     plan, rank, model_name = reallocation.plan, reallocation.rank, reallocation.model_name
     with torch.no_grad():
-        source_tensors, target_tensors = by_name(reallocation.source), by_name(reallocation.target)
         label = f"reallocation of {model_name}, verification: rank {rank}"
+        located = locate(plan, rank, reallocation.source, reallocation.target)
+        memory = Memory([tensor for _, tensor in (*reallocation.source, *reallocation.target)])
         differing: list[tuple[int, Box]] = []
-        if arrived is None:
-            differing = [(rank, box) for box in _differing_copies(plan, rank, source_tensors, target_tensors)]
-        sends: dict[int, list[Box]] = {}
-        receives: dict[int, list[Box]] = {}
-        for each_round in plan.rounds_of(rank):
-            for boxes_of, of_round in ((sends, each_round.sends), (receives, each_round.receives)):
-                for peer, added in of_round.items():
-                    boxes_of.setdefault(peer, []).extend(added)
-        messages = []
-        for peer, boxes in sorted(sends.items()):
-            held = bit_sums([sent_part(source_tensors, target_tensors, box) for box in boxes])
-            messages.append(Message("receive", peer, boxes, [held]))
+        if arrived is None and (boxes := plan.local_copies.get(rank, ())):
+            differs = bit_sums(located.copied.views(memory)) != bit_sums(located.copies.views(memory))
+            differing = [(rank, boxes[index]) for index in differs.nonzero().flatten().tolist()]
+        parts: dict[PeersPart, dict[int, list[tuple[Box, Tensor]]]] = {"receive": {}, "send": {}}
+        for placed in (placed for each_round in located.rounds for placed in each_round.messages):
+            found = parts[placed.peers_part].setdefault(placed.peer, [])
+            found.extend(zip(placed.boxes, placed.parts.views(memory), strict=True))
+        messages: list[Message] = []
         own: dict[int, Tensor] = {}
-        for peer, boxes in sorted(receives.items()):
-            if arrived is None:
-                own[peer] = bit_sums([part(target_tensors, box) for box in boxes])
-            else:
-                own[peer] = torch.stack(arrived[peer])
-        received = [Message("send", peer, receives[peer], [torch.empty_like(sums)]) for peer, sums in own.items()]
-        works = post(reallocation.carrier, [*messages, *received], label)
+        for peer, sent in sorted(parts["receive"].items()):
+            boxes, views = zip(*sent, strict=True)
+            messages.append(Message("receive", peer, boxes, [bit_sums(views)]))
+        for peer, received in sorted(parts["send"].items()):
+            boxes, views = zip(*received, strict=True)
+            own[peer] = bit_sums(views) if arrived is None else torch.stack(arrived[peer])
+            messages.append(Message("send", peer, boxes, [torch.empty_like(own[peer])]))
+        works = post(reallocation.carrier, messages, label)
         wait_for(works, label, reallocation.timeout_s)
-        for message in received:
+        for message in messages[len(parts["receive"]) :]:
             differs = own[message.peer] != message.views[0]
             differing += [(message.peer, message.boxes[index]) for index in differs.nonzero().flatten().tolist()]
     if differing:
@@ -121,15 +118,3 @@ _REMEDY = "go on from the last checkpoint, without that machine if it happens ag
 def _named(boxes: Sequence[Box]) -> str:
     first, more = boxes[0], f" and {len(boxes) - 1} more parts" if len(boxes) > 1 else ""
     return f"{first.name}, the part of shape {first.shape} at offset {first.offset}{more}"
-
-
-def _differing_copies(
-    plan: ReallocationPlan, rank: int, source_tensors: HeldBoxes, target_tensors: HeldBoxes
-) -> list[Box]:
-    """The parts that this rank copied within its own memory and that differ from their source."""
-    boxes = plan.local_copies.get(rank, ())
-    if not boxes:
-        return []
-    copied, copies = ([part(tensors, box) for box in boxes] for tensors in (source_tensors, target_tensors))
-    differs = bit_sums(copied) != bit_sums(copies)
-    return [boxes[index] for index in differs.nonzero().flatten().tolist()]

@@ -5,7 +5,8 @@ counts bytes with it, the executor runs it. Each byte that a device lacks is rec
 already holds never cross the network (ReaL, section 5.3 "redistribution", for boxes of any shape).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -57,18 +58,18 @@ class ReallocationPlan:
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
         """Bytes sent by each device that sends."""
-        sent: dict[int, int] = {}
-        for transfer in self.transfers:
-            sent[transfer.source] = sent.get(transfer.source, 0) + transfer.load.elements * self.element_bytes
-        return sent
+        return self._bytes_by(lambda transfer: transfer.source)
 
     @cached_property
     def received_bytes(self) -> dict[int, int]:
         """Bytes received by each device that receives."""
-        received: dict[int, int] = {}
+        return self._bytes_by(lambda transfer: transfer.target)
+
+    def _bytes_by(self, device_of: Callable[[Transfer], int]) -> dict[int, int]:
+        found: Counter[int] = Counter()
         for transfer in self.transfers:
-            received[transfer.target] = received.get(transfer.target, 0) + transfer.load.elements * self.element_bytes
-        return received
+            found[device_of(transfer)] += transfer.load.elements * self.element_bytes
+        return found
 
     @cached_property
     def found_by_device(self) -> dict[int, object]:
