@@ -1,6 +1,6 @@
 """Drafts of rows to tokens, many at a time, within the limits of a data set."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from realhf.api.data_options import DataOptions
@@ -37,16 +37,11 @@ class DraftEncoder:
         self._ends = {*tokenizer.end_tokens, end_token}
         self._begins = {tokenizer.begin, *tokenizer.encode("")[:1]}
 
-    def encode(self, drafts: Sequence[Draft]) -> list[EncodedRow | ValueError | None]:
-        """The tokens of each draft; None for one that the limits drop; a ValueError that names the fault."""
+    def encode(self, drafts: Sequence[Draft]) -> Iterator[EncodedRow | None]:
+        """The tokens of each draft; None for one that the limits drop. Raises ValueError naming a draft's fault."""
         ids = self._all_ids(drafts)
-        found: list[EncodedRow | ValueError | None] = []
         for draft in drafts:
-            try:
-                found.append(self._limited(self._row(draft, ids)))
-            except ValueError as error:
-                found.append(error)
-        return found
+            yield self._limited(self._row(draft, ids))
 
     def _all_ids(self, drafts: Sequence[Draft]) -> dict[tuple[str, bool], Tokens | None]:
         """The tokens of all texts of drafts, by text and whether special tokens are added."""

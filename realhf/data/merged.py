@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 from realhf.api.experiment import DatasetExtent, KeyExtent, KeyLengths
 from realhf.base.errors import UserError
@@ -21,18 +22,17 @@ class MergedDataset:
     parts: tuple[TextDataset, ...]
 
     def __post_init__(self) -> None:
-        for number, part in enumerate(self.parts):
-            for other in self.parts[:number]:
-                if shared := sorted(set(part.keys) & set(other.keys)):
-                    raise UserError(
-                        f"the data sets {other.path} and {part.path} both make {shared[0]!r}; a sample has a row of "
-                        "each, so give data sets of two kinds, such as prompts and examples"
-                    )
-                if part.tokenizer != other.tokenizer:
-                    raise UserError(
-                        f"the data sets {other.path} and {part.path} have the tokenizers {other.tokenizer} and "
-                        f"{part.tokenizer}; give them one"
-                    )
+        for other, part in combinations(self.parts, 2):
+            if shared := sorted(set(part.keys) & set(other.keys)):
+                raise UserError(
+                    f"the data sets {other.path} and {part.path} both make {shared[0]!r}; a sample has a row of each, "
+                    "so give data sets of two kinds, such as prompts and examples"
+                )
+            if part.tokenizer != other.tokenizer:
+                raise UserError(
+                    f"the data sets {other.path} and {part.path} have the tokenizers {other.tokenizer} and "
+                    f"{part.tokenizer}; give them one"
+                )
 
     @property
     def keys(self) -> tuple[str, ...]:

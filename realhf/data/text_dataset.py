@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -124,15 +123,10 @@ class TextDataset(DataOptions, ABC):
     def _scan(self) -> "_Scan":
         try:
             files = [*data_files(self.path), *tokenizer_files(self.tokenizer, self.chat_template)]
-            stats = tuple((str(path), *_stat(path)) for path in files)
+            stats = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
         except OSError:
             stats = ()  # `open` says so
         return _scan(self, stats)
-
-
-def _stat(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
 
 
 class OpenDataset:
@@ -165,11 +159,12 @@ class OpenDataset:
         """
         drafts = [self._draft(first + i, record) for i, record in enumerate(records)]
         found: list[EncodedRow | None] = []
-        for i, row in enumerate(self._encoder.encode(drafts)):
-            if isinstance(row, ValueError):
-                remedy = "; correct the line, or use a tokenizer that has it" if "has no token" in str(row) else ""
-                raise UserError(f"{self.file.place(first + i)}: {row}{remedy}")
-            found.append(row)
+        try:
+            for row in self._encoder.encode(drafts):
+                found.append(row)
+        except ValueError as error:
+            remedy = "; correct the line, or use a tokenizer that has it" if "has no token" in str(error) else ""
+            raise UserError(f"{self.file.place(first + len(found))}: {error}{remedy}") from None
         return found
 
     def rows(self) -> Iterator[tuple[int, EncodedRow | None]]:

@@ -68,7 +68,10 @@ class TextTokenizer:
             ) from None
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self._unknown = None if unknown is None else self._tokenizer.token_to_id(unknown)
-        self._check_date()
+        try:
+            calendar_date.fromisoformat(date)
+        except ValueError:
+            raise UserError(f"date={date!r} is no date; give one as {DEFAULT_DATE}") from None
 
     # --- Tokens of a meaning.
 
@@ -270,12 +273,6 @@ class TextTokenizer:
         there = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         missing = [AddedToken(name, special=True, normalized=False) for name in names if name not in there]
         self._tokenizer.add_special_tokens(missing)
-
-    def _check_date(self) -> None:
-        try:
-            calendar_date.fromisoformat(self._date)
-        except ValueError:
-            raise UserError(f"date={self._date!r} is no date; give one as {DEFAULT_DATE}") from None
 
     def _named(self, name: str) -> int | None:
         return self.token(self.special_tokens[name]) if name in self.special_tokens else None

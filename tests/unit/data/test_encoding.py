@@ -29,8 +29,6 @@ def one(
     tokenizer: TextTokenizer, draft: Draft, limits: DataOptions = NO_LIMITS, *, joins: bool = True
 ) -> EncodedRow | None:
     [found] = DraftEncoder(tokenizer, END, limits, joins=joins).encode([draft])
-    if isinstance(found, ValueError):
-        raise found
     return found
 
 
@@ -84,15 +82,15 @@ def test_many_drafts_keep_their_order(tokenizer: TextTokenizer) -> None:
     drafts = [
         text("b", prompt="a"),
         text("a", prompt="b", is_chat=True),
-        text("A"),
         text("b", prompt="a", is_chat=True),
+        text("A"),
     ]
-    first, second, third, fourth = DraftEncoder(tokenizer, END, DataOptions(), joins=True).encode(drafts)
-    assert first == EncodedRow([BEGIN, A], [[B, END]])
-    assert second == EncodedRow([B], [[A, END]])
-    assert isinstance(third, ValueError)
-    assert str(third) == "'A' in 'A' has no token in the tokenizer"
-    assert fourth == EncodedRow([A], [[B, END]])
+    rows = DraftEncoder(tokenizer, END, DataOptions(), joins=True).encode(drafts)
+    assert next(rows) == EncodedRow([BEGIN, A], [[B, END]])
+    assert next(rows) == EncodedRow([B], [[A, END]])
+    assert next(rows) == EncodedRow([A], [[B, END]])
+    with pytest.raises(ValueError, match=r"^'A' in 'A' has no token in the tokenizer$"):
+        next(rows)
 
 
 @pytest.mark.parametrize(
