@@ -215,12 +215,15 @@ def read_index(directory: Path | str) -> CheckpointIndex:
                     f"{path} is damaged ({box.name} has offset {list(box.offset)} and shape {list(box.shape)}); use "
                     "another checkpoint"
                 )
-        if Path(saved_file.file).name != saved_file.file:
-            raise UserError(
-                f"{path} names the file {saved_file.file!r}, which is not a plain name; use another checkpoint"
-            )
+        check_plain_name(path, saved_file.file)
         _check_size(directory / saved_file.file, saved_file.size_bytes)
     return index
+
+
+def check_plain_name(index: Path, file: str) -> None:
+    """Raises UserError where the file that an index names may lie outside the index's folder."""
+    if Path(file).name != file:
+        raise UserError(f"{index} names the file {file!r}, which is not a plain name; use another checkpoint")
 
 
 def check_content(directory: Path, index: CheckpointIndex) -> None:

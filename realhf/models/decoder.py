@@ -45,13 +45,9 @@ class SelfAttention(nn.Module):
         self.v_proj = ColumnParallelLinear((config.kv_size // tp, hidden), bias=bias)
         self.o_proj = RowParallelLinear((hidden, config.query_size // tp), group, bias=config.attention_output_bias)
         self.joined = JoinedLinears(self.q_proj, self.k_proj, self.v_proj)
-        self.q_norm: nn.Module
-        self.k_norm: nn.Module
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, group)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, group)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps, group) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, shards: TokenShards | None = None

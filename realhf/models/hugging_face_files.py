@@ -18,7 +18,14 @@ from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json
 from realhf.base.reading import open_regular, read_bytes
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint_index import INDEX_FILE, HeaderEntry, check_architecture, read_header, read_index
+from realhf.models.checkpoint_index import (
+    INDEX_FILE,
+    HeaderEntry,
+    check_architecture,
+    check_plain_name,
+    read_header,
+    read_index,
+)
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -170,8 +177,7 @@ class HuggingFaceDirectory:
         except (BadContentError, OSError) as error:
             raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from None
         for file in set(weight_map.values()):
-            if Path(file).name != file:
-                raise UserError(f"{path} names the file {file!r}, which is not a plain name; use another checkpoint")
+            check_plain_name(path, file)
         return weight_map
 
 

@@ -108,7 +108,8 @@ def problem_of(
                 accumulate_s=op.elements * optimizer.accumulate_s,
                 modes=op.modes,
                 most_slices=op.most_slices,
-                gathers=_gathers(op, sample),
+                # For every forward pass, and for the backward pass of a product, whose other gradient needs the weight.
+                gathers=sum(sample.uses[path] for path in op.modules) + (op.kind == "linear"),
             )
             for op in operators
         ),
@@ -118,11 +119,6 @@ def problem_of(
         extra_seconds_per_sample=sample.seconds_per_sample,
         reduces_whole=True,
     )
-
-
-def _gathers(op: ModuleOperator, sample: SampleCosts) -> int:
-    """For every forward pass, and for the backward pass of a product, whose other gradient needs the weight."""
-    return sum(sample.uses[path] for path in op.modules) + (op.kind == "linear")
 
 
 def choose(

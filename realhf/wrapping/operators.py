@@ -1,5 +1,6 @@
 """The operators of a torch module: every linear and embedding by itself, all other parameters together."""
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
@@ -70,10 +71,11 @@ def operators_of(module: nn.Module, used_elsewhere: Container[str] = ()) -> tupl
     for path, part in module.named_modules():
         if path and is_operator(part):
             users.setdefault(id(part.weight), []).append(path)
+    num_places = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     found, others = [], {}
     for name, parameter in trained.items():
         paths = tuple(users.get(id(parameter), ()))
-        if not paths or name in used_elsewhere or len(paths) != _num_places(module, parameter):
+        if not paths or name in used_elsewhere or len(paths) != num_places[id(parameter)]:
             others[name] = tuple(parameter.shape)
             continue
         kind: Kind = "linear" if type(module.get_submodule(paths[0])) is nn.Linear else "embedding"
@@ -139,8 +141,3 @@ def cut(part: nn.Module, columns: Sequence[int]) -> None:
             part.__class__ = SlicedEmbedding
     part.register_parameter("weight", None)
     part.slices = slices
-
-
-def _num_places(module: nn.Module, parameter: Tensor) -> int:
-    """In how many places of a module a parameter is."""
-    return sum(other is parameter for _, other in module.named_parameters(remove_duplicate=False))
