@@ -112,7 +112,7 @@ class Driver(threading.Thread):
             self._process = _Process(self.name, self._begin, self._log)
         if self._is_ending:  # `end` may not have seen it
             self._process.kill()
-        self._functions = self._process.functions() or self._functions
+        self._functions = self._process.functions()
         return self._process
 
     def _stop(self) -> None:
@@ -189,7 +189,7 @@ class _Process:
         self._frames = Frames(FromProcess)
         self._unsent = bytearray()
         self._name = name
-        self._is_loaded = False
+        self._functions: list[Function] | None = None
         # It is to use processors: a function that found the GPU would take memory that the plan has given away.
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -212,9 +212,8 @@ class _Process:
         self.send(begin)
 
     def functions(self) -> list[Function]:
-        """The loaded functions at the first call, later []. Raises RewardError if they cannot be loaded."""
-        functions: list[Function] = []
-        while not self._is_loaded:
+        """The functions that it has loaded. Raises RewardError if they cannot be loaded."""
+        while self._functions is None:
             try:
                 messages = self.receive(self._start_deadline)
             except _EndError as end:
@@ -222,10 +221,10 @@ class _Process:
             for message in messages:
                 match message:
                     case Loaded():
-                        self._is_loaded, functions = True, message.functions
+                        self._functions = message.functions
                     case NotLoaded(text=text):
                         raise RewardError(text)
-        return functions
+        return self._functions
 
     def send(self, message: ToProcess) -> None:
         self._unsent += frame(message)

@@ -93,7 +93,7 @@ class RewardPool:
         self._shown: dict[str, int] = {}
         self._lock = threading.Lock()
         # The first process says what the functions are: their code, with whatever it imports, stays out of this one.
-        first = self._new_queue("reward process 0")
+        first = self._start("reward process 0", queue.SimpleQueue())
         try:
             self.functions: list[Function] = self._drivers[0].functions()
         except RewardError:
@@ -105,18 +105,14 @@ class RewardPool:
             for i in range(1, options.processes):
                 self._start(f"reward process {i}", first)
         if len(forms) > 1:
-            self._queues[True] = self._new_queue("async reward process")
+            self._queues[True] = self._start("async reward process", queue.SimpleQueue())
 
-    def _new_queue(self, name: str) -> "queue.SimpleQueue[Parts | None]":
-        """A queue, and a process that takes its parts."""
-        parts: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
-        self._start(name, parts)
-        return parts
-
-    def _start(self, name: str, parts: "queue.SimpleQueue[Parts | None]") -> None:
+    def _start(self, name: str, parts: "queue.SimpleQueue[Parts | None]") -> "queue.SimpleQueue[Parts | None]":
+        """Starts a process that takes parts from a queue; returns the queue."""
         driver = Driver(name, self._begin, parts, self._log)
         driver.start()
         self._drivers.append(driver)
+        return parts
 
     @property
     def names(self) -> list[str]:

@@ -91,13 +91,9 @@ class Signature:
 
     def missing(self, columns: Collection[str]) -> list[str]:
         """The parameters without a default for which neither a call nor a data set of `columns` has a value."""
-        return [name for name in self.required if not self._is_there(name, columns)]
-
-    def _is_there(self, name: str, columns: Collection[str]) -> bool:
-        sources = _VERL_COLUMNS.get(name.removesuffix("s")) if self.style == "verl" else None
-        if sources is not None:
-            return any(column in columns for column in sources)
-        return name in self.given or name in columns
+        sources = _VERL_COLUMNS if self.style == "verl" else {}
+        there = {*columns, *(name for name in self.given if name.removesuffix("s") not in sources)}
+        return [name for name in self.required if there.isdisjoint(sources.get(name.removesuffix("s"), (name,)))]
 
     @property
     def wants_tokens(self) -> bool:

@@ -53,12 +53,13 @@ def value(work: int, place: int, number: float = 1.0) -> Value:
 class Scripted:
     """A process whose answers are given: lists of messages, or an error."""
 
-    def __init__(self, answers: list[Any]):
+    def __init__(self, answers: list[Any], functions: list[Function] = FUNCTIONS):
         self.answers, self.sent, self.deadlines = answers, [], []  # type: ignore[var-annotated]
+        self.loaded = functions
         self.kills = self.stops = 0
 
     def functions(self) -> list[Function]:
-        return []
+        return self.loaded
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
@@ -382,11 +383,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     class Process(Scripted):
         def __init__(self, *given: Any):
-            super().__init__([])
+            super().__init__([], [ONE])
             arguments.append((self, *given))
-
-        def functions(self) -> list[Function]:
-            return [ONE] if len(arguments) == 1 else []
 
     monkeypatch.setattr(module, "_Process", Process)
     return arguments
@@ -407,7 +405,7 @@ def test_a_driver_starts_a_process_where_there_is_none(started: list[tuple[Any, 
     driver._stop()
     again = driver._start()
     assert again is not process
-    assert driver._functions == [ONE]  # as before: it says them once
+    assert driver._functions == [ONE]
     assert process.kills == again.kills == 0  # type: ignore[attr-defined]
 
 
