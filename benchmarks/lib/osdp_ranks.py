@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from realhf.architecture.compute import MODES
 from realhf.cpu import host_group
 from realhf.launch.process import process_environment
-from realhf.planning.model.osdp.problem import SMALLEST_SLICED_BYTES, Operator
+from realhf.planning.model.osdp.problem import Operator
+from realhf.planning.model.osdp.units import SMALLEST_SLICED_BYTES
 from realhf.worker.allocator import keep_freed_memory
 
 DEADLINE_S = 300.0

@@ -45,7 +45,7 @@ def _step_seconds(mode: Mode, group: dist.ProcessGroup, device: torch.device, dt
         nn.init.zeros_(parameter)
     operators = operators_of(module)
     free = (NOTHING, OptimizerCosts(state_bytes=0.0, update_s=0.0))
-    problem = problem_of(operators, dtype.itemsize, free, Links.of_group(group.size(), NO_COSTS), 2**40)
+    problem = problem_of(operators, dtype.itemsize, free, Links(num_devices=group.size(), measured=NO_COSTS), 2**40)
     plan = choose(problem, OsdpOptions(modes=mode), 1, group)
     wrapped = OsdpModule(module, operators, plan, lambda vectors: torch.optim.SGD(vectors), group, prefetch=True)
     inputs = torch.zeros(SAMPLES, FEATURES, dtype=dtype, device=device)

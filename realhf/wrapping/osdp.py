@@ -78,7 +78,8 @@ def osdp(
     if group is not None:
         sample, optimizer = _agreed(sample, optimizer, group)
     costs = measure_collectives(group, device, dtype)
-    links = Links.of_group(device_mesh.size(), costs, handling_seconds(group, device, dtype, costs))
+    handling_s = handling_seconds(group, device, dtype, costs)
+    links = Links(num_devices=device_mesh.size(), measured=costs, handling_s=handling_s)
     operators = operators_of(model, sample.used_elsewhere)
     problem = problem_of(operators, dtype.itemsize, (sample, optimizer), links, int(memory_gb * GIB))
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)

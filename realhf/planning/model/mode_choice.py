@@ -15,8 +15,15 @@ from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.operators import EMBEDDING, NORMS, can_be_cut, cut_dim, kind_of, operators
 from realhf.planning import _search
 from realhf.planning.model.osdp.exchange import Exchange
-from realhf.planning.model.osdp.problem import MOST_SLICES, SMALLEST_SLICED_BYTES
-from realhf.planning.model.osdp.units import Modes, Shapes, by_stage, operators_on, slice_elements, vector_elements
+from realhf.planning.model.osdp.units import (
+    SMALLEST_SLICED_BYTES,
+    Modes,
+    Shapes,
+    by_stage,
+    operators_on,
+    slice_elements,
+    vector_elements,
+)
 from realhf.planning.model.rank_work import HOLES, RankWork
 from realhf.planning.model.sizes import model_sizes
 
@@ -199,7 +206,7 @@ def _alike(
 
 def _in_rows(group: _Alike, number: int) -> Iterator[int]:
     """How many slices of a group each of its rows has."""
-    operators_a_row = MOST_SLICES // number
+    operators_a_row = _search.MOST_SLICES // number
     for first in range(0, len(group.names), operators_a_row):
         yield number * min(operators_a_row, len(group.names) - first)
 

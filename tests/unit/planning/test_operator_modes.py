@@ -16,7 +16,6 @@ from realhf.planning.model.osdp import problem as osdp_problem
 from realhf.planning.model.osdp.collective_costs import CollectiveCost, CollectiveCosts
 from realhf.planning.model.osdp.problem import (
     MOST_SLICES,
-    SMALLEST_SLICED_BYTES,
     Links,
     Operator,
     OsdpPlan,
@@ -27,6 +26,7 @@ from realhf.planning.model.osdp.problem import (
     solve,
     uniform_plan,
 )
+from realhf.planning.model.osdp.units import SMALLEST_SLICED_BYTES
 
 COSTS = CollectiveCosts(
     all_reduce=CollectiveCost(latency_s=1.0, seconds_per_byte=0.5),
@@ -62,9 +62,8 @@ def test_a_ring_within_and_between_nodes() -> None:
 
 
 def test_links_of_a_measured_group() -> None:
-    found = Links.of_group(4, COSTS)
-    assert found == Links(num_devices=4, latency_s=0.0, seconds_per_byte=0.0, measured=COSTS, handling_s=0.0)
-    assert Links.of_group(4, COSTS, 7.0) == replace(found, handling_s=7.0)
+    found = Links(num_devices=4, measured=COSTS)
+    assert (found.latency_s, found.seconds_per_byte, found.handling_s) == (0.0, 0.0, 0.0)
     plain = Links(num_devices=1, latency_s=1.0, seconds_per_byte=1.0)
     assert (plain.launch_s, plain.handling_s, plain.measured) == (0.0, 0.0, None)
 
@@ -95,9 +94,9 @@ PASS_S = 3 * (0.25 + 800 * 0.01 / 4)
 def test_seconds_of_a_mode(mode: Any, gathers: int, ring_s: float, measured_s: float) -> None:
     assert RING.pass_s(800) == PASS_S
     assert RING.mode_s(mode, 800, gathers) == pytest.approx(ring_s)
-    assert Links.of_group(4, COSTS, 7.0).mode_s(mode, 800, gathers) == pytest.approx(measured_s)
+    assert Links(num_devices=4, measured=COSTS, handling_s=7.0).mode_s(mode, 800, gathers) == pytest.approx(measured_s)
     assert replace(RING, num_devices=1).mode_s(mode, 800, gathers) == 0.0
-    assert Links.of_group(1, COSTS, 7.0).mode_s(mode, 800, gathers) == 0.0
+    assert Links(num_devices=1, measured=COSTS, handling_s=7.0).mode_s(mode, 800, gathers) == 0.0
 
 
 # --- problems

@@ -30,7 +30,7 @@ def operator(name: str, **changes: object) -> Operator:
 
 
 def problem(*operators: Operator, **changes: object) -> OsdpProblem:
-    given = {"links": Links.of_group(4, COSTS), "memory_bytes": GIB, **changes}
+    given = {"links": Links(num_devices=4, measured=COSTS), "memory_bytes": GIB, **changes}
     return OsdpProblem(operators=operators, **given)  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ def test_measured_collectives_by_hand(mode: str, gathers: int | None, seconds: f
 
 
 def test_handling_is_of_gathers_and_reductions_by_hand() -> None:
-    links = Links.of_group(4, COSTS, handling_s=10.0)
+    links = Links(num_devices=4, measured=COSTS, handling_s=10.0)
     assert links.mode_s("sharded", 400, gathers=2) == 2 * (2 + 100) + 4 + 50 + 3 * 10
     assert links.mode_s("zero1", 400, gathers=2) == 400 * 0.375
 

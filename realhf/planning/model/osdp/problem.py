@@ -15,9 +15,9 @@ from realhf.base.errors import UserError
 from realhf.planning import _search
 from realhf.planning.model.hardware import GIB, Hardware
 from realhf.planning.model.osdp.collective_costs import CollectiveCosts
+from realhf.planning.model.osdp.units import SMALLEST_SLICED_BYTES
 
 MOST_SLICES = _search.MOST_SLICES  # of an operator, by the solver's limit
-SMALLEST_SLICED_BYTES = 2**20  # smaller operators stay whole: slicing them only adds latency
 MOST_PARTS = 2**61  # bytes on one device: 64 bits hold this, and a sum that is over the limit
 
 
@@ -68,8 +68,8 @@ class Links:
     """
 
     num_devices: int
-    latency_s: float
-    seconds_per_byte: float
+    latency_s: float = 0.0
+    seconds_per_byte: float = 0.0
     launch_s: float = 0.0
     measured: CollectiveCosts | None = None
     handling_s: float = 0.0
@@ -86,13 +86,6 @@ class Links:
         """The ring over `num_devices` neighbours. Its slowest links set the pace."""
         latency_s, bandwidth = hardware.link(num_devices > hardware.devices_per_node, per_node=1)
         return cls(num_devices=num_devices, latency_s=latency_s, seconds_per_byte=1 / bandwidth, launch_s=launch_s)
-
-    @classmethod
-    def of_group(cls, num_devices: int, measured: CollectiveCosts, handling_s: float = 0.0) -> "Links":
-        """A group whose collectives were measured."""
-        return cls(
-            num_devices=num_devices, latency_s=0.0, seconds_per_byte=0.0, measured=measured, handling_s=handling_s
-        )
 
     def pass_s(self, size_bytes: float) -> float:
         """One pass around the ring (an all-gather or a reduce-scatter): (N - 1)(alpha + S beta / N)."""

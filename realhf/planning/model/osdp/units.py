@@ -2,7 +2,6 @@
 stage the elements that `realhf.geometry.shards.units` has as tensors."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -16,6 +15,7 @@ from realhf.geometry.shards import FlatLayout
 
 Shapes = tuple[tuple[int, ...], ...]  # shapes of an operator's tensors on a device
 Modes = tuple[Mode, ...]  # modes of an operator's slices
+SMALLEST_SLICED_BYTES = 2**20  # smaller operators stay whole: slicing them only adds latency
 
 
 class Piece(NamedTuple):
@@ -95,20 +95,17 @@ def stage_units(model: DecoderConfig, strategy: ParallelStrategy, stage: int, ru
             else:
                 always[mode] += elements
             pieces.append(Piece(layer, kind, 1 / len(of_slices), elements if mode == "sharded" else 0))
+    # A tied embedding comes last on the last stage, and first on the first one alone.
+    used = [piece for piece in pieces if stage == 0 or piece.kind != EMBEDDING]
+    is_tied = model.tied_embeddings and stage == strategy.pp - 1
+    tied = [Piece(-1, HEAD, 1.0, piece.gathered) for piece in pieces if is_tied and piece.kind == EMBEDDING]
     return StageUnits(
         dp=dp,
         replicated=vector_elements(always["replicated"], dp),
         zero1=vector_elements(always["zero1"], dp),
         gathered=tuple(gathered),
-        pieces=tuple(_in_use(pieces, model, strategy, stage)),
+        pieces=(*used, *tied),
     )
-
-
-def _in_use(pieces: list[Piece], model: DecoderConfig, strategy: ParallelStrategy, stage: int) -> Iterator[Piece]:
-    """A tied embedding comes last on the last stage, and first on the first one alone."""
-    yield from (piece for piece in pieces if stage == 0 or piece.kind != EMBEDDING)
-    if model.tied_embeddings and stage == strategy.pp - 1:
-        yield from (Piece(-1, HEAD, 1.0, piece.gathered) for piece in pieces if piece.kind == EMBEDDING)
 
 
 @lru_cache(maxsize=1024)
