@@ -47,4 +47,4 @@ def _section(steps: Sequence[StepSamples], limit: int, left_out: int = 0) -> Mar
     def shown(text: str) -> str:
         return with_ends(shortened(text, limit))
 
-    return part("samples.html", steps=steps, shown=shown, heading=heading, title=title_of, left_out=left_out)
+    return part("samples.html", steps=steps, shown=shown, title_of=title_of, heading=heading, left_out=left_out)

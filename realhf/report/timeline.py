@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.report.curves import EVALUATION
@@ -82,17 +82,7 @@ def last_steps(plan: ExecutionPlan, events: Sequence[TraceEvent]) -> Timeline | 
         segments=tuple(
             segment for worker in range(num_workers) for segment in _segments(by_worker[worker], worker, start, end)
         ),
-        beside=tuple(
-            Segment(
-                worker=span.tid,
-                phase=BESIDE,
-                label=_describe(span)[1],
-                start_s=(max(span.ts, start) - start) / 1e6,
-                end_s=(min(span.ts + span.dur, end) - start) / 1e6,
-            )
-            for span in beside
-            if span.ts + span.dur > start and span.ts < end
-        ),
+        beside=tuple(_segment(span, start, end) for span in beside if span.ts + span.dur > start and span.ts < end),
     )
 
 
@@ -113,21 +103,23 @@ def _complete_steps(plan: ExecutionPlan, spans: Sequence[TraceEvent]) -> list[in
 def _segments(spans: Sequence[TraceEvent], worker: int, start: float, end: float) -> list[Segment]:
     """One worker's spans, in order, cut to `start` and `end` (microseconds), with waiting in the gaps."""
     segments: list[Segment] = []
-    now = start
-
-    def add(phase: str, label: str, until: float) -> None:
-        nonlocal now
-        if until > now:
-            times = {"start_s": (now - start) / 1e6, "end_s": (until - start) / 1e6}
-            segments.append(Segment(worker=worker, phase=phase, label=label, **times))
-            now = until
-
-    for span in spans:
-        add(WAITING, "", span.ts)
-        phase, label = _describe(span)
-        add(phase, label, min(span.ts + span.dur, end))
-    add(WAITING, "", end)
+    now_s, duration_s = 0.0, (end - start) / 1e6
+    behind_all = Segment(worker=worker, phase=WAITING, label="", start_s=duration_s, end_s=duration_s)
+    for segment in [*(_segment(span, start, end) for span in spans), behind_all]:
+        if segment.start_s > now_s:
+            segments.append(Segment(worker=worker, phase=WAITING, label="", start_s=now_s, end_s=segment.start_s))
+            now_s = segment.start_s
+        if segment.end_s > now_s:
+            segments.append(replace(segment, start_s=now_s))
+            now_s = segment.end_s
     return segments
+
+
+def _segment(span: TraceEvent, start: float, end: float) -> Segment:
+    """A span cut to `start` and `end` (microseconds)."""
+    phase, label = _describe(span)
+    start_s, end_s = (max(span.ts, start) - start) / 1e6, (min(span.ts + span.dur, end) - start) / 1e6
+    return Segment(worker=span.tid, phase=phase, label=label, start_s=start_s, end_s=end_s)
 
 
 def _describe(span: TraceEvent) -> tuple[str, str]:
