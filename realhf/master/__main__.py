@@ -104,10 +104,6 @@ def main() -> int:
     start_logging(MASTER)
     try:
         run = load_run(directory.experiment, directory.plan)
-    except UserError as error:
-        logger.error("%s", error)
-        return 1
-    try:
         host = sys.argv[2] if len(sys.argv) > 2 else run.spec.master_address or own_address(run.spec.network_interface)
     except UserError as error:
         logger.error("%s", error)

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+
+from msgspec.structs import replace
 
 from realhf.base.errors import RunError
 from realhf.data.rows import DatasetRows
@@ -32,36 +34,38 @@ from realhf.transport.messages import (
     SaveCheckpoint,
     Span,
     Split,
-    ToWorker,
     Transfer,
 )
 
-_SET_LATER = 0  # the id of a request: `Moves` gives each worker's message its own
+_SET_LATER = 0  # the id of a request: each worker's message gets its own
+
+
+Sums = Mapping[str, tuple[float, float]]  # name -> (weighted sum, weight)
+
+
+def added_up(parts: Iterable[Sums]) -> dict[str, tuple[float, float]]:
+    """The sums of all parts, in their order."""
+    sums: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (total, weight) in part.items():
+            old_total, old_weight = sums.get(name, (0.0, 0.0))
+            sums[name] = (old_total + total, old_weight + weight)
+    return sums
+
+
+def means(stats: Sums) -> dict[str, float]:
+    """The mean of each statistic that has weight."""
+    return {name: total / weight for name, (total, weight) in stats.items() if weight}
 
 
 @dataclass
 class CallRecord:
-    """A call that has ended, by the replies of its compute phase."""
+    """A call that has ended, with each worker's reply to its compute phase."""
 
     node: Node
     model: str
-    spans: dict[int, Span] = field(default_factory=dict)
-    stats: dict[str, tuple[float, float]] = field(default_factory=dict)
-    tokens: int = 0
-    peak_bytes: dict[int, int] = field(default_factory=dict)
-    sent_bytes: dict[int, dict[str, int]] = field(default_factory=dict)
-    weights_version: int = 0
+    replies: dict[int, Reply] = field(default_factory=dict)
     state: tuple[int, dict[str, float]] | None = None  # and a worker that has left it
-    completions: list[Completion] = field(default_factory=list)
-    stats_of: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)  # by worker
-
-    def add_up_stats(self) -> None:
-        """Makes `stats` from the replies of all workers, in the order of workers: in the order of replies the last bits
-        of the sums would differ from run to run."""
-        for worker in sorted(self.stats_of):
-            for name, (total, weight) in self.stats_of[worker].items():
-                old_total, old_weight = self.stats.get(name, (0.0, 0.0))
-                self.stats[name] = (old_total + total, old_weight + weight)
 
     def take_state(self, worker: int, state: dict[str, float]) -> None:
         """Notes the numbers that a rank leaves for the next step. Raises RunError if another has left others."""
@@ -80,14 +84,24 @@ class CallRecord:
 
     @property
     def start(self) -> float:
-        return min(span.start for span in self.spans.values())
+        return min(reply.span.start for reply in self.replies.values())
 
     @property
     def end(self) -> float:
-        return max(span.end for span in self.spans.values())
+        return max(reply.span.end for reply in self.replies.values())
 
-    def mean_stats(self) -> dict[str, float]:
-        return {name: total / weight for name, (total, weight) in self.stats.items() if weight}
+    @property
+    def stats(self) -> dict[str, tuple[float, float]]:
+        """Over all workers, in their order: in the order of replies the last bits would differ from run to run."""
+        return added_up(self.replies[worker].stats for worker in sorted(self.replies))
+
+    @property
+    def tokens(self) -> int:
+        return sum(reply.tokens for reply in self.replies.values())
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [completion for reply in self.replies.values() for completion in reply.completions]
 
 
 @dataclass(frozen=True)
@@ -224,7 +238,8 @@ class Dispatcher:
                         pending[node] = await self._issue(planned, node, directory)
                     case FinishStep(step):
                         del directories[step]
-                        await self._broadcast(FreeBatch(batch=BatchKey(planned.split, step)))
+                        for worker in range(self._num_workers):
+                            await self._send(worker, FreeBatch(batch=BatchKey(planned.split, step)))
                         on_step(step, [records.pop(node) for node in sorted(records) if node.step == step])
 
         await perform(queue.start())
@@ -238,21 +253,14 @@ class Dispatcher:
             if node is None:
                 continue
             record = records[node]
-            record.spans[worker] = reply.span
-            record.tokens += reply.tokens
-            record.peak_bytes[worker] = reply.peak_bytes
-            record.sent_bytes[worker] = reply.sent_bytes
-            record.weights_version = reply.weights_version
-            record.completions += reply.completions
+            record.replies[worker] = reply
             if request.returns_state:
                 record.take_state(worker, reply.state)
-            record.stats_of[worker] = reply.stats
             directories[node.step].record(worker, reply.outputs)
             left = pending.pop(node) - 1
             if left:
                 pending[node] = left
                 continue
-            record.add_up_stats()
             if planned.split == "train" and record.state is not None:
                 self.states[node.call] = record.state[1]
             await self._push(planned, node, directories[node.step])
@@ -262,20 +270,20 @@ class Dispatcher:
 
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]], *, is_last: bool) -> None:
         """Has every worker in `writers` write its boxes of the given models; returns when training may go on."""
-        longest_s = self._deadlines.longest_s
+        request = Request(f"checkpoint {directory}", self._deadlines.longest_s)
         for worker, models in writers.items():
-            request_id = self._open.expect(worker, Request(f"checkpoint {directory}", longest_s))
-            await self._send(
-                worker,
-                SaveCheckpoint(request_id=request_id, directory=directory, models=models, is_last=is_last),
-            )
+            message = SaveCheckpoint(request_id=_SET_LATER, directory=directory, models=models, is_last=is_last)
+            await self._ask([worker], request, message)
         await self._drain()
 
     async def _issue(self, planned: PlannedGraph, node: Node, directory: DataDirectory) -> int:
         """Sends the requests of one call, in the order of their execution; returns how many replies end the call."""
         if load := planned.loads.get(node.call):
             return await self._load(planned, node, load)
-        replies = await (self._follow if node.call in planned.graph.follows else self._call)(planned, node, directory)
+        if node.call in planned.graph.follows:
+            replies = await self._follow(planned, node)
+        else:
+            replies = await self._call(planned, node, directory)
         await self._offload(planned, node)
         return replies
 
@@ -306,23 +314,20 @@ class Dispatcher:
 
     async def _load(self, planned: PlannedGraph, node: Node, load: Load) -> int:
         batch, mesh = BatchKey(planned.split, node.step), planned.homes[load.model].mesh
-        for worker in mesh.devices:
-            request_id = self._open.expect(worker, Request(_name(node, batch), self._deadlines.longest_s, node))
-            await self._send(
-                worker, LoadModel(request_id=request_id, batch=batch, model=load.model, states=load.states)
-            )
+        message = LoadModel(request_id=_SET_LATER, batch=batch, model=load.model, states=load.states)
+        await self._ask(mesh.devices, Request(_name(node, batch), self._deadlines.longest_s, node), message)
         return mesh.size
 
     async def _offload(self, planned: PlannedGraph, node: Node) -> None:
         """Moves the models that were loaded for `node` back to host memory after it; no call waits for that."""
         batch = BatchKey(planned.split, node.step)
         for model in models_needed(planned.graph, node.call):
-            for worker in planned.homes[model].mesh.devices if model in planned.offload else ():
+            if model in planned.offload:
                 request = Request(f"offload of {model} after {_name(node, batch)}", self._deadlines.longest_s)
-                request_id = self._open.expect(worker, request)
-                await self._send(worker, OffloadModel(request_id=request_id, batch=batch, model=model))
+                message = OffloadModel(request_id=_SET_LATER, batch=batch, model=model)
+                await self._ask(planned.homes[model].mesh.devices, request, message)
 
-    async def _follow(self, planned: PlannedGraph, node: Node, _: DataDirectory) -> int:
+    async def _follow(self, planned: PlannedGraph, node: Node) -> int:
         batch, target = BatchKey(planned.split, node.step), planned.graph.follows[node.call].target
         message = FollowParameters(request_id=_SET_LATER, batch=batch, name=node.call)
         request = Request(_name(node, batch), self._deadlines.longest_s, node, together=True)
@@ -397,9 +402,12 @@ class Dispatcher:
                 ),
             )
 
-    async def _broadcast(self, message: ToWorker) -> None:
-        for worker in range(self._num_workers):
-            await self._send(worker, message)
+    async def _ask(
+        self, workers: Iterable[int], request: Request, message: SaveCheckpoint | LoadModel | OffloadModel
+    ) -> None:
+        """Sends each of the workers the message, under an id of its own."""
+        for worker in workers:
+            await self._send(worker, replace(message, request_id=self._open.expect(worker, request)))
 
     async def _drain(self) -> None:
         """Waits for the replies that end no call: those of reallocations, offloading and checkpoints."""

@@ -16,7 +16,7 @@ from realhf.dataflow.copies import with_copies
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.master.clocks import WorkerClocks
 from realhf.master.drift import DriftWatch, reported_calls
-from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph
+from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph, Sums, added_up, means
 from realhf.master.milestones import Milestones
 from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.saver import Saver
@@ -36,6 +36,7 @@ from realhf.transport.clock import ListeningClock, now_s
 from realhf.transport.messages import (
     Alive,
     CheckpointWritten,
+    Completion,
     DumpStacks,
     Failure,
     Heartbeat,
@@ -261,11 +262,12 @@ class Master:
         metrics |= {"num_workers": self._num_workers, "plan": self._plan_digest}
         for record in records:
             if record.node.call in self._run.graph.calls:
-                metrics["calls"][record.node.call]["weights_version"] = record.weights_version
+                reply = next(iter(record.replies.values()))  # it is of all workers
+                metrics["calls"][record.node.call]["weights_version"] = reply.weights_version
         append_line(self._directory.metrics, metrics)
         log_step(metrics)
         self._trackers.step(metrics)
-        self._record_samples(step + 1, "train", records)
+        self._record_samples(step + 1, "train", [each for record in records for each in record.completions])
         for drift in self._drift.step(metrics):
             logger.warning("%s", drift)
             note(self._directory.events, "drift", step + 1, drift)
@@ -276,10 +278,10 @@ class Master:
         self._step = step + 1
         self._write_status("running")
 
-    def _record_samples(self, step: int, split: Split, records: list[CallRecord]) -> None:
+    def _record_samples(self, step: int, split: Split, completions: list[Completion]) -> None:
         """Writes the completions of a step, or of the evaluation after it, in the order of their ids."""
-        found = sorted((each for record in records for each in record.completions), key=lambda each: each.sample)
-        samples = [Sample(step=step, split=split, **asdict(completion)) for completion in found]
+        completions.sort(key=lambda completion: completion.sample)
+        samples = [Sample(step=step, split=split, **asdict(completion)) for completion in completions]
         append_samples(self._directory.samples, samples)
         self._trackers.samples(samples)
 
@@ -311,24 +313,21 @@ class Master:
         )  # fmt: skip
         batches = rows.num_rows // rows.rows_per_step
         order = [(call, batch) for batch in range(batches) for call in graph.calls]
-        totals: dict[str, tuple[float, float]] = {}
-        made: list[CallRecord] = []
+        stats: list[Sums] = []
+        completions: list[Completion] = []
 
         def add(_: int, records: list[CallRecord]) -> None:
-            made.extend(record for record in records if record.completions)
-            for record in records:
-                for name, (total, weight) in record.stats.items():
-                    old = totals.get(name, (0.0, 0.0))
-                    totals[name] = (old[0] + total, old[1] + weight)
+            stats.extend(record.stats for record in records)
+            completions.extend(each for record in records for each in record.completions)
 
         if not await self._dispatcher.run_steps(planned, order, 1, add):
             return  # the run ends; the evaluation is left to the run that resumes
-        means = {name: total / weight for name, (total, weight) in totals.items() if weight}
-        self._statistics |= means
-        line = {"step": step, **means}
+        found = means(added_up(stats))
+        self._statistics |= found
+        line = {"step": step, **found}
         append_line(self._directory.evaluations, line)
         self._trackers.evaluation(line)
-        self._record_samples(step, "evaluation", made)
+        self._record_samples(step, "evaluation", completions)
 
     async def _receive(self) -> None:
         while True:

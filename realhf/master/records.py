@@ -11,7 +11,7 @@ import msgspec
 from realhf.base.files import naming
 from realhf.base.reading import open_regular
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.master.loop import CallRecord
+from realhf.master.loop import CallRecord, means
 from realhf.rundir.logs import at
 from realhf.transport.clock import now_s
 from realhf.transport.messages import Phase, Span
@@ -80,14 +80,12 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
     end = max(record.end for record in records)
     time_s = end - previous_end
     tokens = max(record.tokens for record in records)
-    counts: dict[str, int] = {}
-    for record in records:
-        for name in record.stats:
-            counts[name] = counts.get(name, 0) + 1
-    stats: dict[str, float] = {}
-    for record in records:
-        for name, value in record.mean_stats().items():
-            stats[name if counts[name] == 1 else f"{record.model}_{name}"] = value
+    counts = Counter(name for record in records for name in record.stats)
+    stats = {
+        name if counts[name] == 1 else f"{record.model}_{name}": value
+        for record in records
+        for name, value in means(record.stats).items()
+    }
     predictions = {name: call.predicted_s for name, call in plan.calls.items()} | plan.beside
     calls = {
         record.node.call: {
@@ -95,8 +93,8 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
             "end": record.end,
             "seconds": record.end - record.start,
             "predicted_s": predictions.get(record.node.call),
-            "peak_bytes": max(record.peak_bytes.values(), default=0),
-            "sent_bytes": _most_sent(record.sent_bytes.values()),
+            "peak_bytes": max(reply.peak_bytes for reply in record.replies.values()),
+            "sent_bytes": _most_sent(reply.sent_bytes for reply in record.replies.values()),
         }
         for record in records
     }
@@ -108,7 +106,8 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
         **stats,
         "calls": calls,
         "peak_bytes": [
-            max(record.peak_bytes.get(worker, 0) for record in records) for worker in range(plan.num_devices)
+            max((record.replies[worker].peak_bytes for record in records if worker in record.replies), default=0)
+            for worker in range(plan.num_devices)
         ],
     }
 

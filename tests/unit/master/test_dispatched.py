@@ -13,7 +13,7 @@ from realhf.dataflow.plan import CallCompute, CallPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master import loop
 from realhf.master.data import DataDirectory
-from realhf.master.loop import CallRecord, PlannedGraph
+from realhf.master.loop import CallRecord, PlannedGraph, means
 from realhf.master.open_requests import Thread
 from realhf.master.replies import Request
 from realhf.master.state import Node
@@ -250,9 +250,10 @@ def test_a_record_has_all_that_the_replies_say() -> None:
     assert [step for step, _ in ended] == [0, 1]
     for step, (record,) in ended:
         assert (record.node, record.model, record.tokens) == (Node(step, "actor_generate"), "actor", 12)
-        assert record.peak_bytes == {0: 10, 1: 11}
-        assert record.sent_bytes == {0: {"all_gather": 20}, 1: {"all_gather": 21}}
-        assert record.weights_version == 30 + step
+        replies = [record.replies[worker] for worker in (0, 1)]
+        assert [reply.peak_bytes for reply in replies] == [10, 11]
+        assert [reply.sent_bytes for reply in replies] == [{"all_gather": 20}, {"all_gather": 21}]
+        assert [reply.weights_version for reply in replies] == [30 + step] * 2
         assert sorted(completion.sample for completion in record.completions) == [0, 1, 2, 3]
     of_moves = [(worker, span) for worker, span in spans if span.phase == "reallocation"]
     of_calls = [(worker, span.phase, span.name) for worker, span in spans if span.phase != "reallocation"]
@@ -266,9 +267,7 @@ def test_a_record_has_all_that_the_replies_say() -> None:
 
 
 def test_numbers_without_weight_have_no_mean() -> None:
-    record = CallRecord(Node(0, "a"), "m", stats={"loss": (3.0, 2.0), "nothing": (0.0, 0.0)})
-    assert record.mean_stats() == {"loss": 1.5}
-    assert (record.tokens, record.weights_version) == (0, 0), "until a worker has said more"
+    assert means({"loss": (3.0, 2.0), "nothing": (0.0, 0.0)}) == {"loss": 1.5}
 
 
 @pytest.mark.parametrize(("after", "made", "is_whole"), [(0, 2, False), (1, 3, True), (9, 3, True)])

@@ -14,7 +14,7 @@ from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import Layout
-from realhf.master.loop import CallRecord, PlannedGraph
+from realhf.master.loop import CallRecord, PlannedGraph, means
 from realhf.master.open_requests import Thread
 from realhf.master.replies import Request
 from realhf.master.state import Node
@@ -28,6 +28,7 @@ from realhf.transport.messages import (
     Reallocate,
     Release,
     Reply,
+    Span,
     Transfer,
 )
 from tests.unit.api.calls import call
@@ -58,9 +59,9 @@ def test_replies_of_all_ranks_become_one_record() -> None:
         assert sorted(record.node.call for record in records) == sorted(GRAPH.calls)
         for record in records:
             assert record.node.step == step
-            assert (record.start, record.end, sorted(record.spans)) == (0.0, 4.0, [0, 1, 2, 3])
+            assert (record.start, record.end, sorted(record.replies)) == (0.0, 4.0, [0, 1, 2, 3])
             assert record.tokens == 24, "each sample once, not once a tensor-parallel rank"
-            assert record.mean_stats() == {"ids": 3.5}
+            assert means(record.stats) == {"ids": 3.5}
     assert len(workers.sent(CallFunction)) == 2 * 5 * 4
     assert not workers.sent(Reallocate), "all calls are laid out alike"
     assert len(workers.sent(FreeBatch)) == 2 * 4
@@ -348,12 +349,12 @@ def test_requests_without_a_prediction_have_the_longest_deadline_of_the_plan() -
 
 def test_statistics_do_not_depend_on_the_order_of_replies() -> None:
     """0.1 + 0.2 + 0.3 has other last bits than 0.3 + 0.2 + 0.1."""
-    replies = {worker: {"loss": (0.1 * (worker + 1), 1.0)} for worker in range(3)}
-    sums = []
-    for order in ((0, 1, 2), (2, 1, 0)):
-        record = CallRecord(
-            Node(0, "actor_train_step"), "actor", stats_of={worker: replies[worker] for worker in order}
-        )
-        record.add_up_stats()
-        sums.append(record.stats)
+    replies = [
+        Reply(request_id=worker, span=Span("compute", "", 0.0, 1.0), stats={"loss": (0.1 * (worker + 1), 1.0)})
+        for worker in range(3)
+    ]
+    sums = [
+        CallRecord(Node(0, "actor_train_step"), "actor", {worker: replies[worker] for worker in order}).stats
+        for order in ((0, 1, 2), (2, 1, 0))
+    ]
     assert sums[0] == sums[1]

@@ -355,7 +355,8 @@ def test_the_best_by_a_statistic_that_nothing_makes(
     run.deadlines, run.initial_steps = Deadlines(), {}
     directory.evaluations.write_text('{"step":0,"accuracy":0.5}\n')
     master = Master(run, directory, ScriptedServer([], Clock()))  # type: ignore[arg-type]
-    record = CallRecord(Node(resume_step, "sft_train_step"), "sft", {0: Span("compute", "", 0.0, 1.0)}, STATISTICS)
+    reply = Reply(request_id=0, span=Span("compute", "", 0.0, 1.0), stats=STATISTICS)
+    record = CallRecord(Node(resume_step, "sft_train_step"), "sft", {0: reply})
     if is_made:
         master._record_step(resume_step, [record])
         return

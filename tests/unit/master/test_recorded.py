@@ -140,7 +140,8 @@ def master_of(run: Any, directory: RunDirectory, start_id: str = "") -> tuple[Ma
 
 
 def record(step: int, name: str, seconds: tuple[float, float] = (10.0, 12.0), **more: Any) -> CallRecord:
-    return CallRecord(Node(step, name), name.partition("_")[0], {0: Span("compute", "", *seconds)}, **more)
+    reply = Reply(request_id=0, span=Span("compute", "", *seconds), **more)
+    return CallRecord(Node(step, name), name.partition("_")[0], {0: reply})
 
 
 def completion(sample: int) -> Completion:
@@ -157,7 +158,7 @@ def test_a_step_leaves_a_line_its_samples_its_state_and_its_statistics(directory
     master, told = master_of(run, directory)
     master._previous_end = 9.0
     made = [
-        record(4, "actor_generate", tokens=60, weights_version=4, completions=[completion(2), completion(0)]),
+        record(4, "actor_generate", tokens=60, weights_version=4, completions=(completion(2), completion(0))),
         record(4, "actor_train_step", (12.0, 14.0), weights_version=5, stats={"loss": (3.0, 2.0)}),
         record(4, FOLLOWS, (14.0, 15.0)),
     ]
@@ -266,11 +267,11 @@ def evaluated(directory: RunDirectory, dataset: SFTDataset, dispatcher: Any) -> 
 def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory, dataset: SFTDataset) -> None:
     dispatcher = Planned(
         (0, [
-            record(0, "actor_generate", completions=[completion(1), completion(0)]),
+            record(0, "actor_generate", completions=(completion(1), completion(0))),
             record(0, "judge_inference", stats={"reward": (3.0, 4.0), "empty": (0.0, 0.0)}),
         ]),
         (1, [
-            record(1, "actor_generate", completions=[completion(4)]),
+            record(1, "actor_generate", completions=(completion(4),)),
             record(1, "judge_inference", stats={"reward": (1.0, 4.0), "length": (6.0, 2.0)}),
         ]),
     )  # fmt: skip

@@ -14,16 +14,21 @@ from realhf.master.loop import CallRecord
 from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.state import Node
 from realhf.rundir.lines import step_line
-from realhf.transport.messages import Span
+from realhf.transport.messages import Reply, Span
 
 
 def record(call: str, start: float, end: float, tokens: int = 0, **stats: tuple[float, float]) -> CallRecord:
     """A call that two workers computed, the first from `start` and the second until `end`."""
     middle = (start + end) / 2
-    spans = {0: Span("compute", call, start, middle), 1: Span("compute", call, middle, end)}
-    peak_bytes = {0: round(10 * (end - start)), 1: tokens}
-    sent_bytes = {0: {"all_gather": 8, "reduce_scatter": 4}, 1: {"all_gather": tokens}}
-    return CallRecord(Node(3, call), call.partition("_")[0], spans, dict(stats), tokens, peak_bytes, sent_bytes)
+    first = Reply(
+        request_id=0, span=Span("compute", call, start, middle), stats=dict(stats),
+        peak_bytes=round(10 * (end - start)), sent_bytes={"all_gather": 8, "reduce_scatter": 4},
+    )  # fmt: skip
+    second = Reply(
+        request_id=1, span=Span("compute", call, middle, end), tokens=tokens,
+        peak_bytes=tokens, sent_bytes={"all_gather": tokens},
+    )  # fmt: skip
+    return CallRecord(Node(3, call), call.partition("_")[0], {0: first, 1: second})
 
 
 PLAN = ExecutionPlan(
@@ -78,11 +83,10 @@ def test_a_step_without_time_has_no_speed() -> None:
 def test_a_call_of_which_nothing_was_measured_has_its_prediction_alone() -> None:
     """As one beside the devices has; and collectives are in one order whatever order workers name them in."""
     plan = msgspec.structs.replace(PLAN, beside={"judge": 0.25})
-    judge = CallRecord(Node(3, "judge"), "judge", {0: Span("beside", "judge", 1.0, 2.0)})
-    sent = {0: {"reduce_scatter": 4, "all_gather": 8}}
-    generate = CallRecord(
-        Node(3, "actor_generate"), "actor", {0: Span("compute", "", 1.0, 2.0)}, tokens=1, sent_bytes=sent
-    )
+    judge = CallRecord(Node(3, "judge"), "judge", {0: Reply(request_id=0, span=Span("beside", "judge", 1.0, 2.0))})
+    sent = {"reduce_scatter": 4, "all_gather": 8}
+    reply = Reply(request_id=1, span=Span("compute", "", 1.0, 2.0), tokens=1, sent_bytes=sent)
+    generate = CallRecord(Node(3, "actor_generate"), "actor", {0: reply})
     line = step_metrics(1, [judge, generate], plan, 0.0)
     assert line["calls"]["judge"] == {
         "start": 1.0, "end": 2.0, "seconds": 1.0, "predicted_s": 0.25, "peak_bytes": 0, "sent_bytes": {},
