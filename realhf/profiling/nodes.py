@@ -22,8 +22,7 @@ from realhf.profiling.job import ProfileJob
 from realhf.profiling.model_bench import Stopwatch
 from realhf.profiling.network_bench import NetworkBench
 from realhf.rundir.paths import RunDirectory
-from realhf.worker.device import device_name
-from realhf.worker.device_check import check_device
+from realhf.worker.device import check_device, device_name
 from realhf.worker.reachability import LOOPBACK, join_network
 
 LOOK_EVERY_S = 1.0

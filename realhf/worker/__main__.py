@@ -47,8 +47,7 @@ from realhf.transport.messages import (
 from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.allocator import give_back_freed_memory, keep_freed_memory
 from realhf.worker.channels import Channels
-from realhf.worker.device import device_name, own_device
-from realhf.worker.device_check import check_device
+from realhf.worker.device import check_device, device_name, own_device
 from realhf.worker.interfaces import explain
 from realhf.worker.model_worker import ModelWorker
 from realhf.worker.reachability import join_network

@@ -216,7 +216,5 @@ def _boxes(model: EngineModel | None, version: int | None = None) -> Boxes:
 
 
 def _moves_anything(run: Run) -> bool:
-    layouts = [(call.model_name, run.plan.layout(call.name)) for call in run.graph.model_calls.values()]
-    if run.evaluation_graph:
-        layouts += [(c.model_name, run.evaluation_plan(c).layout) for c in run.evaluation_graph.model_calls.values()]
-    return bool(run.graph.follows) or any(layout != run.homes[name] for name, layout in layouts)
+    calls = ((call, layout) for call, layout in run.calls_with_layouts() if not call.runs_beside)
+    return bool(run.graph.follows) or any(layout != run.homes[call.model_name] for call, layout in calls)

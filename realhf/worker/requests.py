@@ -9,7 +9,6 @@ from realhf.transport.messages import (
     BatchKey,
     CallFunction,
     FollowParameters,
-    FreeBatch,
     LoadModel,
     OffloadModel,
     PrepareMove,
@@ -27,6 +26,10 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
 
     The master of the run never sends such a request. Whether one comes at the right time is not looked at.
     """
+    return _not_planned(request, run, checkpoints) or _no_batch(run, getattr(request, "batch", None))
+
+
+def _not_planned(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
     match request:
         case CallFunction(call=call, batch=batch, layout=layout):
             definition = _call(run, batch.split, call)
@@ -35,11 +38,9 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
             size = _batch_size(run, batch.split)
             if request.micro_batches < 1 or any(i >= size for ids in request.mini_batches for i in ids):
                 return f"a call {call} of samples that {batch} does not have"
-            return _no_batch(run, batch)
-        case PrepareMove(name=name, batch=batch, model=model, layout=layout) if name in run.graph.follows:
+        case PrepareMove(name=name, model=model, layout=layout) if name in run.graph.follows:
             if (model, layout) != (run.graph.follows[name].target, run.homes[run.graph.follows[name].target]):
                 return f"to prepare for {name} otherwise than the plan has it"
-            return _no_batch(run, batch)
         case Reallocate(call=call, batch=batch) | PrepareMove(name=call, batch=batch):
             model, layout = request.model, request.layout
             definition = _call(run, batch.split, call)
@@ -47,7 +48,6 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
                 return f"a reallocation for {call} that the plan does not have"
             if batch.split == "train" and run.plan.takes_over(call):
                 return f"a reallocation for {call}, which takes over the copy of another call"
-            return _no_batch(run, batch)
         case Release(model=model, layout=layout):
             if not any(
                 (model, layout) == (call.model_name, _layout(run, split, call)) != (model, run.homes.get(model))
@@ -59,13 +59,10 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
             ends = [(each.peer, each.key) for each in sends] + [(each.peer, each.key) for each in receives]
             if any(peer >= run.spec.num_workers or key not in keys for peer, key in ends):
                 return f"a transfer of {batch} of keys or workers that the run does not have"
-            return _no_batch(run, batch)
-        case FollowParameters(batch=batch, name=name):
-            return _no_batch(run, batch) if name in run.graph.follows else f"to follow {name}, which is no such node"
-        case LoadModel(batch=batch, model=model) | OffloadModel(batch=batch, model=model):
-            return _no_batch(run, batch) if model in run.plan.offload else f"to offload {model}, against the plan"
-        case FreeBatch(batch=batch):
-            return _no_batch(run, batch)
+        case FollowParameters(name=name) if name not in run.graph.follows:
+            return f"to follow {name}, which is no such node"
+        case LoadModel(model=model) | OffloadModel(model=model) if model not in run.plan.offload:
+            return f"to offload {model}, against the plan"
         case SaveCheckpoint(directory=directory, models=models):
             if not set(models) <= set(run.homes) or not Path(directory).resolve().is_relative_to(checkpoints.resolve()):
                 return f"to write {', '.join(models)} to {directory}, which is no checkpoint of the run"
@@ -91,6 +88,8 @@ def _batch_size(run: Run, split: Split) -> int:
     return run.settings.batch_size if split == "train" or run.evaluation is None else run.evaluation.batch_size
 
 
-def _no_batch(run: Run, batch: BatchKey) -> str | None:
+def _no_batch(run: Run, batch: BatchKey | None) -> str | None:
+    if batch is None:
+        return None
     is_known = batch.step < run.experiment.steps if batch.split == "train" else run.evaluation is not None
     return None if is_known else f"a request of {batch}, which the run does not have"

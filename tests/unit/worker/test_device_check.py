@@ -6,8 +6,8 @@ from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import load_hardware
-from realhf.worker import device_check
-from realhf.worker.device_check import check_device, found_device
+from realhf.worker import device as device_module
+from realhf.worker.device import check_device, found_device
 
 GPU = torch.device("cuda", 0)
 H100_BYTES = 84_900_000_000
@@ -16,8 +16,8 @@ H100_BYTES = 84_900_000_000
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is an H100."""
-    monkeypatch.setattr(device_check, "found_device", lambda device: ("NVIDIA H100 80GB HBM3", H100_BYTES))
-    monkeypatch.setattr(device_check.socket, "gethostname", lambda: "node07")
+    monkeypatch.setattr(device_module, "found_device", lambda device: ("NVIDIA H100 80GB HBM3", H100_BYTES))
+    monkeypatch.setattr(device_module.socket, "gethostname", lambda: "node07")
 
 
 @pytest.mark.usefixtures("found")
