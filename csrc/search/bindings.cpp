@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -70,51 +69,6 @@ Times times_of(const py::handle& numbers, int num_columns) {
     return {std::vector<double>(begin, begin + info.size), num_columns};
 }
 
-// A field of an option, which is an object: there are ten thousands, so that names are made once.
-class Field {
-public:
-    explicit Field(const char* name) : name_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name))) {}
-
-    py::object operator()(const py::handle& row) const {
-        py::object found = py::reinterpret_steal<py::object>(PyObject_GetAttr(row.ptr(), name_.ptr()));
-        if (!found) throw py::error_already_set();
-        return found;
-    }
-
-private:
-    py::object name_;
-};
-
-struct OptionFields {
-    Field devices{"devices"}, strategy{"strategy"}, time_s{"time_s"}, static_bytes{"static_bytes"},
-        dynamic_bytes{"dynamic_bytes"}, copy_bytes{"copy_bytes"}, communicators{"communicators"};
-};
-
-// The sets of communicators of a problem, each once.
-class CommunicatorSets {
-public:
-    // The number of an option's set; the empty one where it names none.
-    int operator()(const py::object& labels) {
-        if (labels.ptr() == last_.ptr()) return last_number_;
-        last_ = labels;
-        return last_number_ = number_of(labels);
-    }
-    const std::vector<std::vector<int>>& all() const { return sets_; }
-
-private:
-    int number_of(const py::object& labels) {
-        if (py::len(labels) == 0) return 0;
-        const auto [at, is_new] = numbers_.emplace(labels.cast<std::vector<int>>(), sets_.size());
-        if (is_new) sets_.push_back(at->first);
-        return at->second;
-    }
-
-    std::map<std::vector<int>, int> numbers_;
-    std::vector<std::vector<int>> sets_ = {{}};
-    py::object last_ = py::none();  // options that follow one another often share the object
-    int last_number_ = 0;
-};
-
 constexpr std::size_t kMaxStrategiesSpared = 4096;  // there is a number for every two
 
 // Of a call: [(home's strategy, copy's strategy, bytes)].
@@ -140,25 +94,24 @@ Problem problem_of(const py::dict& tables) {
     problem.steps = tables["steps"].cast<int>();
     problem.max_steps_in_flight = tables["max_steps_in_flight"].cast<int>();
     std::map<std::string, int> strategies;
-    const OptionFields fields;
-    CommunicatorSets communicators;
+    std::map<std::vector<int>, int> communicators{{{}, 0}};
     for (const py::handle& item : tables["calls"]) {
         const py::dict node = py::reinterpret_borrow<py::dict>(item);
         Call call{node["home"].cast<int>(), parents_of(node), {}};
         for (const py::handle& row : node["options"]) {
-            const auto label = strategies.emplace(fields.strategy(row).cast<std::string>(), strategies.size()).first;
-            const py::tuple devices = py::reinterpret_steal<py::tuple>(PySequence_Tuple(fields.devices(row).ptr()));
-            if (!devices || devices.size() != 2) throw std::invalid_argument("planning problem: devices are two numbers");
-            call.options.push_back({devices[0].cast<int>(), devices[1].cast<int>(), label->second,
-                                    fields.time_s(row).cast<double>(), fields.static_bytes(row).cast<double>(),
-                                    fields.dynamic_bytes(row).cast<double>(), fields.copy_bytes(row).cast<double>(),
-                                    communicators(fields.communicators(row))});
+            const auto [first, size] = row.attr("devices").cast<std::pair<int, int>>();
+            const auto label = strategies.emplace(row.attr("strategy").cast<std::string>(), strategies.size()).first;
+            const auto [set, is_new] =
+                communicators.emplace(row.attr("communicators").cast<std::vector<int>>(), communicators.size());
+            if (is_new) problem.communicators.push_back(set->first);
+            call.options.push_back({first, size, label->second, row.attr("time_s").cast<double>(),
+                                    row.attr("static_bytes").cast<double>(), row.attr("dynamic_bytes").cast<double>(),
+                                    row.attr("copy_bytes").cast<double>(), set->second});
         }
         problem.calls.push_back(std::move(call));
     }
     problem.communicator_bytes = tables["communicator_bytes"].cast<double>();
     problem.sending_bytes = tables["sending_bytes"].cast<double>();
-    problem.communicators = communicators.all();
     for (const auto& [source, takers, beside, bytes] :
          tables["kept"].cast<std::vector<std::tuple<int, std::vector<int>, std::vector<int>, double>>>()) {
         problem.kept.push_back({source, takers, beside, bytes});
@@ -178,6 +131,14 @@ Problem problem_of(const py::dict& tables) {
     problem.check();
     return problem;
 }
+
+// A problem, and the simulator that evaluates its plans one after the other: they often differ in one call alone.
+struct Engine {
+    explicit Engine(const py::dict& tables) : problem(problem_of(tables)), simulator(problem) {}
+
+    const Problem problem;
+    Simulator simulator;
+};
 
 void check_plan(const Problem& problem, const Plan& plan) {
     if (plan.size() != problem.calls.size()) throw std::invalid_argument("a plan names one option for every call");
@@ -214,34 +175,19 @@ py::dict dict_of(const Solution& solution) {
     return result;
 }
 
-constexpr int kMaxTp = 4096, kMaxChunks = 4096;
+// (first device, size, dp, tp, pp, chunks, divided)
+using LayoutRow = std::tuple<int, int, int, int, int, int, int>;
 
-using LayoutTuple = std::tuple<int, int, int, int, int, int, int>;
-
-ModelLayout layout_of(const LayoutTuple& layout) {
-    const auto& [first, size, dp, tp, pp, chunks, divided] = layout;
-    const std::int64_t ranks = std::int64_t{1} * dp * tp;  // each fits into 32 bits
-    const bool valid = first >= 0 && first <= kMaxDevices && size <= kMaxDevices && dp >= 1 && tp >= 1 && tp <= kMaxTp &&
-                       pp >= 1 && ranks <= size && ranks * pp == size && chunks >= 1 && chunks <= kMaxChunks &&
-                       (divided == 1 || divided == dp);
-    if (!valid) {
-        throw std::invalid_argument("a layout is (first device, dp x tp x pp, dp, tp, pp, chunks, 1 or dp if divided)");
-    }
-    return {first, size, dp, tp, pp, chunks, divided};
-}
-
-std::vector<ModelLayout> layouts_of(const std::vector<LayoutTuple>& layouts) {
+std::vector<ModelLayout> layouts_of(const std::vector<LayoutRow>& rows) {
     std::vector<ModelLayout> result;
-    for (const LayoutTuple& layout : layouts) result.push_back(layout_of(layout));
+    for (const auto& [first, size, dp, tp, pp, chunks, divided] : rows) {
+        result.push_back({first, {size, dp, tp, pp, chunks, divided}});
+    }
     return result;
 }
 
 ModelSizes sizes_of(const py::dict& sizes) {
-    const auto size = [&](const char* name) {
-        const auto elements = sizes[name].cast<std::int64_t>();
-        if (elements < 0) throw std::invalid_argument(std::string(name) + " must not be negative");
-        return elements;
-    };
+    const auto size = [&](const char* name) { return sizes[name].cast<std::int64_t>(); };
     return {sizes["num_layers"].cast<int>(), size("layer_sharded"),   size("layer_replicated"),
             size("embedding_sharded"),       size("embedding_replicated"), size("head_sharded"),
             size("head_replicated"),         sizes["tied"].cast<bool>()};
@@ -272,7 +218,6 @@ py::dict solve_osdp(const std::vector<OsdpOperator>& operators, std::int64_t mem
     result["proven"] = solution.proven;
     result["slices"] = solution.slices;
     result["smallest_fixed_bytes"] = solution.smallest_fixed_bytes;
-    result["knapsacks"] = solution.knapsacks;
     result["states"] = solution.states;
     return result;
 }
@@ -288,46 +233,33 @@ PYBIND11_MODULE(_search, module) {
         .def_property_readonly("cost", [](const Progress& progress) { return progress.cost.load(); })
         .def("stop", [](Progress& progress) { progress.stop = true; });
 
-    py::class_<Problem>(module, "Problem")
-        .def(py::init(&problem_of), py::arg("tables"))
+    py::class_<Engine>(module, "Problem")
+        .def(py::init<const py::dict&>(), py::arg("tables"))
         .def("evaluate",
-             [](const Problem& problem, const Plan& plan) {
-                 check_plan(problem, plan);
-                 return dict_of(evaluate(problem, plan));
+             [](Engine& engine, const Plan& plan) {
+                 check_plan(engine.problem, plan);
+                 return dict_of(evaluate(engine.simulator, plan));
              })
         .def(
-            "evaluate_all",
-            [](const Problem& problem, const Plan& plan, int call) {
-                check_plan(problem, plan);
-                if (call < 0 || call >= static_cast<int>(plan.size())) throw std::invalid_argument("no such call");
-                std::vector<std::pair<double, bool>> results;
-                for (const Evaluation& e : evaluate_all(problem, plan, call)) {
-                    results.emplace_back(e.step_time, e.feasible);
-                }
-                return results;
-            },
-            "[(step_time, feasible)] of the plans with each option of one call", py::arg("plan"), py::arg("call"))
-        .def(
             "trace",
-            [](const Problem& problem, const Plan& plan, int steps, const std::vector<std::pair<int, int>>& order) {
-                check_plan(problem, plan);
+            [](const Engine& engine, const Plan& plan, int steps, const std::vector<std::pair<int, int>>& order) {
+                check_plan(engine.problem, plan);
                 std::vector<std::tuple<int, int, double, double, std::vector<int>>> events;
-                for (Event& event : Simulator(problem, steps).trace(plan, order)) {
+                for (Event& event : Simulator(engine.problem, steps).trace(plan, order)) {
                     events.emplace_back(event.node, event.step, event.start, event.end, std::move(event.waits));
                 }
                 return events;
             },
             "[(node, step, start_s, end_s, numbers of the events that it waits for)] in the order in which the nodes were "
             "taken; those of `order`, (node, step), run in that order where they share a device",
-            py::arg("plan"), py::arg("steps"), py::arg("order") = std::vector<std::pair<int, int>>{})
+            py::arg("plan"), py::arg("steps"), py::arg("order"))
         .def(
             "device_needs",
-            [](const Problem& problem, const Plan& plan) {
-                check_plan(problem, plan);
-                Simulator simulator(problem);
+            [](Engine& engine, const Plan& plan) {
+                check_plan(engine.problem, plan);
                 std::vector<std::tuple<double, double, double>> needs;
-                for (int device = 0; device < problem.num_devices; ++device) {
-                    const DeviceNeed need = simulator.need_at(plan, device);
+                for (int device = 0; device < engine.problem.num_devices; ++device) {
+                    const DeviceNeed need = engine.simulator.need_at(plan, device);
                     needs.emplace_back(need.communicators, need.statics, need.peak);
                 }
                 return needs;
@@ -335,30 +267,30 @@ PYBIND11_MODULE(_search, module) {
             "[(bytes of communicators, with them what stays whatever runs, peak)] of each device")
         .def(
             "solve",
-            [](const Problem& problem, std::uint64_t seed, std::int64_t evaluations, double seconds, int threads,
-               bool single_moves, bool proves, const std::vector<Plan>& starts, Progress* progress) {
-                for (const Plan& plan : starts) check_plan(problem, plan);
+            [](const Engine& engine, std::uint64_t seed, std::int64_t evaluations, double seconds, int threads,
+               bool single_moves, bool proves, const std::vector<Plan>& starts, Progress& progress) {
+                for (const Plan& plan : starts) check_plan(engine.problem, plan);
+                const SolveOptions options{seed, evaluations, seconds, threads, single_moves, proves, starts};
                 Solution solution;
                 {
                     py::gil_scoped_release release;
-                    solution = solve(problem, {seed, evaluations, seconds, threads, single_moves, proves, progress, starts});
+                    solution = solve(engine.problem, options, progress);
                 }
                 return dict_of(solution);
             },
             py::kw_only(), py::arg("seed"), py::arg("evaluations"), py::arg("seconds"), py::arg("threads"),
-            py::arg("single_moves"), py::arg("proves"), py::arg("starts") = std::vector<Plan>{},
-            py::arg("progress") = nullptr)
+            py::arg("single_moves"), py::arg("proves"), py::arg("starts"), py::arg("progress"))
         .def(
             "lower_bound",
-            [](const Problem& problem, const Plan& chosen, double limit) {
+            [](const Engine& engine, const Plan& chosen, double limit) {
                 Plan plan = chosen;
                 for (int& option : plan) option = std::max(option, 0);
-                check_plan(problem, plan);
-                return lower_bound(problem, chosen, limit);
+                check_plan(engine.problem, plan);
+                return lower_bound(engine.problem, chosen, limit);
             },
             "on the step time of all plans with these options (-1: any); infinity if it is above the limit",
             py::arg("chosen"), py::arg("limit") = kInfinity)
-        .def("smallest_plan", [](const Problem& problem, std::uint64_t seed) { return smallest_plan(problem, seed); });
+        .def("smallest_plan", [](const Engine& engine, std::uint64_t seed) { return smallest_plan(engine.problem, seed); });
 
     py::class_<Table>(module, "Table",
                       "Seconds, row-major; what is written counts wherever the same strategies lie alike to one another")
@@ -371,31 +303,20 @@ PYBIND11_MODULE(_search, module) {
         });
 
     module.def(
-        "moved",
-        [](const py::dict& sizes, const LayoutTuple& source, const LayoutTuple& target) {
-            const Moved m = moved(sizes_of(sizes), layout_of(source), layout_of(target));
-            return std::make_pair(m.worst, m.total);
-        },
-        "(elements the worst device of the target lacks, elements all devices lack)", py::arg("sizes"),
-        py::arg("source"), py::arg("target"));
-
-    module.def(
         "reallocation_table",
-        [](const py::dict& sizes, const std::vector<LayoutTuple>& sources, const std::vector<LayoutTuple>& targets,
+        [](const py::dict& sizes, const std::vector<LayoutRow>& sources, const std::vector<LayoutRow>& targets,
            std::pair<double, double> within_node, std::pair<double, double> across_nodes, int devices_per_node,
-           bool forwarding, int threads) {
-            if (devices_per_node < 1) throw std::invalid_argument("devices_per_node must be at least 1");
+           std::int64_t most_sent, int threads) {
             const Links links{{within_node.first, within_node.second}, {across_nodes.first, across_nodes.second},
                               devices_per_node};
             const ModelSizes model = sizes_of(sizes);
             const auto from = layouts_of(sources), to = layouts_of(targets);
             const py::gil_scoped_release release;
-            return Table(reallocation_times(model, from, to, links, forwarding, threads));
+            return Table(reallocation_times(model, from, to, links, most_sent, threads));
         },
         "Seconds of the reallocations of sources x targets, row-major, given (latency_s, s_per_element) of the links",
         py::arg("sizes"), py::arg("sources"), py::arg("targets"), py::kw_only(), py::arg("within_node"),
-        py::arg("across_nodes"), py::arg("devices_per_node"), py::arg("forwarding") = true,
-        py::arg("threads") = 1);
+        py::arg("across_nodes"), py::arg("devices_per_node"), py::arg("most_sent"), py::arg("threads"));
 
     module.def("solve_osdp", &solve_osdp,
                "Operators are (slices, gather_bytes, [(seconds, bytes, gathers)] of one slice); see csrc/search/osdp.h",

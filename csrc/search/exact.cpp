@@ -51,7 +51,8 @@ std::vector<double> prices_of(const Problem& problem, double step) {
 struct Shared {
     Shared(const Problem& problem, const ExactLimits& limits, Incumbent& incumbent, double step)
         : problem(problem), limits(limits), incumbent(incumbent), prices(prices_of(problem, step)),
-          segments(segments_of(problem, kNegligible * step)), groups(problem, prices), is_whole(all_times_are_whole(problem)) {}
+          segments(segments_of(problem, kNegligible * step)), groups(problem, prices),
+          is_whole(all_times_are_whole(problem)) {}
 
     const Problem& problem;
     const ExactLimits& limits;
@@ -71,8 +72,7 @@ struct Shared {
     bool is_over() const { return attempt_is_over.load(std::memory_order_relaxed); }
     void count(std::int64_t pending) {
         const std::int64_t used = bounds.fetch_add(pending) + pending;
-        if (used >= limits.bounds || (limits.stop && limits.stop->load()) ||
-            (limits.until_s < kInfinity && incumbent.seconds() >= limits.until_s)) {
+        if (used >= limits.bounds || limits.stop || incumbent.seconds() >= limits.until_s) {
             out_of_budget = true;
         }
         if (out_of_budget || used >= attempt_until) attempt_is_over = true;
@@ -128,8 +128,8 @@ public:
         return true;
     }
 
-    // Filters a state, and returns a call with what can be chosen for it. Where everything is chosen, the plan is tried:
-    // nothing is left to choose.
+    // Filters a state, and returns a call with what can be chosen for it. Where everything is chosen, the plan is
+    // tried: nothing is left to choose.
     std::pair<int, std::vector<Domain>> branch(State& state) {
         if (!filter(state) || shared_.is_over()) return {};
         const int call = branching_call(state);
@@ -191,8 +191,8 @@ private:
         if (makespan < limit) shared_.incumbent.offer(plan, true, makespan / shared_.problem.steps);
     }
 
-    // What is known under a state: of all calls and transfers, or of a call with one of its choices and of what is moved
-    // to and from it.
+    // What is known under a state: of all calls and transfers, or of a call with one of its choices and of what is
+    // moved to and from it.
     void look_at(const State& state) {
         for (int call = 0; call < num_calls_; ++call) look_at(state, call, state[call]);
     }
@@ -260,7 +260,8 @@ bool exhaust(Shared& shared, std::vector<Worker>& workers, State& root) {
 }  // namespace
 
 double lower_bound(const Problem& problem, const Plan& chosen, double limit) {
-    const ExactLimits none;
+    const std::atomic<bool> is_stopped{false};
+    const ExactLimits none{is_stopped};
     Incumbent unknown;
     Shared shared(problem, none, unknown, std::isfinite(limit) ? limit : 1);
     State state;

@@ -12,9 +12,9 @@
 namespace realhf::search {
 
 struct ExactLimits {
+    const std::atomic<bool>& stop;
     std::int64_t bounds = std::numeric_limits<std::int64_t>::max();  // how many bounds may be computed, about
     double until_s = kInfinity;        // on the incumbent's clock
-    const std::atomic<bool>* stop = nullptr;
     int threads = 1;
     std::function<void()> between = nullptr;  // called between two attempts; may improve the incumbent
 };

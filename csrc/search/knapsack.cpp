@@ -1,7 +1,6 @@
 #include "knapsack.h"
 
 #include <algorithm>
-#include <numeric>
 #include <tuple>
 
 namespace realhf::search::knapsack {
@@ -46,11 +45,6 @@ std::vector<Increment> increments_of(const std::vector<const Class*>& classes) {
     std::stable_sort(result.begin(), result.end(),
                      [](const Increment& a, const Increment& b) { return a.slope > b.slope; });
     return result;
-}
-
-std::int64_t common_bytes(const Class& entry, std::int64_t divisor) {
-    for (const Choice& choice : entry.choices) divisor = std::gcd(divisor, choice.bytes - entry.choices[0].bytes);
-    return divisor;
 }
 
 Knapsack::Knapsack(const std::vector<const Class*>& classes, std::int64_t capacity, Clock::time_point deadline,

@@ -36,9 +36,6 @@ struct Increment {
 // Of all classes, by slope.
 std::vector<Increment> increments_of(const std::vector<const Class*>& classes);
 
-// How many bytes all differences of choices of a class have in common: the capacity may be rounded down to it.
-std::int64_t common_bytes(const Class& entry, std::int64_t divisor);
-
 // Around the greedy solution of the linear relaxation: at the relaxation's price of a byte, a solution's gain is the
 // bound less price * free bytes and less what its choices lose against the greedy ones, so that only changes that lose
 // less than the gap matter, those of few classes (the core: Pisinger, 1995). Two searches take them up; which

@@ -15,11 +15,12 @@ bool dominates(const Problem& problem, const Option& a, const Option& b, bool an
     const std::vector<int>& of_a = problem.communicators[a.communicators];
     const std::vector<int>& of_b = problem.communicators[b.communicators];
     if (!std::includes(of_b.begin(), of_b.end(), of_a.begin(), of_a.end())) return false;
-    const bool not_worse = a.time <= b.time && a.static_bytes <= b.static_bytes &&
-                           a.dynamic_bytes <= b.dynamic_bytes && a.copy_bytes <= b.copy_bytes;
-    const bool better = a.time < b.time || a.static_bytes < b.static_bytes || a.dynamic_bytes < b.dynamic_bytes ||
-                        a.copy_bytes < b.copy_bytes;
-    return not_worse && better;
+    bool better = false;
+    for (const auto cost : {&Option::time, &Option::static_bytes, &Option::dynamic_bytes, &Option::copy_bytes}) {
+        if (a.*cost > b.*cost) return false;
+        better = better || a.*cost < b.*cost;
+    }
+    return better;
 }
 
 void set(Change& change, Plan& plan, int call, int option) {
@@ -111,13 +112,11 @@ Change Moves::coupled(Plan& plan, Random& random) const {
     const Index& of_b = calls_[b];
     const double kind = random.uniform();
     if (kind < 0.10) return single(plan, random);
-    if (kind < 0.40) {
+    if (kind < 0.40 || (kind >= 0.60 && a == b)) {
         set(change, plan, a, random.pick(of_a.frontier));
     } else if (kind < 0.60) {  // another strategy on the same mesh
         const std::vector<int>& same = of_a.by_mesh[of_a.mesh_of[plan[a]]];
         set(change, plan, a, random.pick(same));
-    } else if (a == b) {
-        set(change, plan, a, random.pick(of_a.frontier));
     } else if (kind < 0.72) {
         set(change, plan, a, random.pick(of_a.frontier));
         set(change, plan, b, random.pick(of_b.frontier));

@@ -9,7 +9,6 @@
 #include <string>
 #include <tuple>
 
-#include "common_price.h"
 #include "knapsack.h"
 
 namespace realhf::search::osdp {
@@ -31,7 +30,58 @@ constexpr Pass passes[] = {{256, 0},     {1 << 10, 1}, {1 << 12, 2}, {1 << 10, 0
 constexpr std::size_t bound_width = 1 << 12;
 constexpr double relative_tolerance = 1e-12;
 constexpr long double line_tolerance = 4e-15;  // of the largest seconds: rounding of doubles
+constexpr long double largest_multiple = 1LL << 36;
+constexpr long double smallest_unit = 1e-13;  // of the largest seconds, themselves exact to 10^-16 or so
 constexpr std::int64_t no_gain = -(std::int64_t{1} << 60);
+
+// Knapsacks whose gains are nearly proportional to their bytes: a bound that is met, and solutions that meet it.
+//
+// If turning any operator from one mode to another gains a + price * bytes, with the same a and price for all (a
+// latency and the bandwidth: "strongly correlated" items), the linear relaxation says little, since it may take a part
+// of an operator and with it a part of a. Take the price off every gain, instead: no choice gains more than
+// price * capacity + the best of the knapsack with the gains that remain. Those are multiples of a, so that
+// this knapsack is an easy one; and where operators of different sizes can be exchanged for one another, there are so
+// many solutions with the same remaining gains that one of them fills the capacity, and meets the bound.
+struct Line {
+    long double at_zero, slope;
+};
+
+// The line that all points (x, y) lie on, to `tolerance`; none if they do not, if x is the same for all, or if the
+// line falls or starts below zero.
+std::optional<Line> common_line(const std::vector<std::pair<long double, long double>>& points, long double tolerance) {
+    if (points.empty()) return std::nullopt;
+    const auto [low, high] = std::minmax_element(points.begin(), points.end());
+    if (high->first <= low->first) return std::nullopt;
+    Line line{0, (high->second - low->second) / (high->first - low->first)};
+    line.at_zero = low->second - line.slope * low->first;
+    if (std::abs(line.at_zero) <= tolerance) line = {0, high->second / high->first};
+    for (const auto& [x, y] : points) {
+        if (std::abs(line.at_zero + line.slope * x - y) > tolerance) return std::nullopt;
+    }
+    if (line.slope * (high->first - low->first) <= 100 * tolerance || line.at_zero < 0) return std::nullopt;
+    return line;
+}
+
+// What remains of gains in seconds after the price of their line, in whole numbers of a unit. The line's value at zero
+// is a multiple of it.
+struct Remainder {
+    long double price, unit;
+
+    // `largest_s`: of any choice, whose rounding must be far less than a unit.
+    Remainder(const Line& line, long double largest_s) : price(line.slope), unit(largest_s * smallest_unit) {
+        if (line.at_zero < 2 * unit) return;
+        long double multiple = 1;
+        while (multiple < largest_multiple && line.at_zero / (2 * multiple) >= unit) multiple *= 2;
+        unit = line.at_zero / multiple;
+    }
+
+    // Rounded up by less than a unit, after allowing for `margin` of rounding errors.
+    std::int64_t of(long double gain_s, std::int64_t bytes) const {
+        return static_cast<std::int64_t>(std::ceil((gain_s - price * static_cast<long double>(bytes)) / unit - margin));
+    }
+
+    static constexpr long double margin = 0.05;
+};
 
 // One way to divide the slices of an operator over its modes.
 struct Division {
@@ -275,7 +325,9 @@ class Family {
         std::int64_t least = 0, divisor = 0;
         for (const Class* entry : options) {
             least += entry->choices[0].bytes;
-            divisor = common_bytes(*entry, divisor);
+            for (const Choice& choice : entry->choices) {
+                divisor = std::gcd(divisor, choice.bytes - entry->choices[0].bytes);
+            }
         }
         const std::int64_t limit = capacity(node.batch, node.gather);
         return divisor ? least + (limit - least) / divisor * divisor : least;
@@ -367,7 +419,6 @@ class Family {
             missed = std::min(missed, std::max(knapsack.missed(), static_cast<double>(gain)));
             if (missed < static_cast<double>(gain) + 0.5 || !is_open(node.bound) || Clock::now() > deadline) break;
         }
-        ++result_.knapsacks;
         result_.states += knapsack.states();
         if (missed < static_cast<double>(gain) + 0.5) return infinity;
         return std::max(node.bound, seconds_of(node.batch, missed));

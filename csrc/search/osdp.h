@@ -34,8 +34,7 @@ struct Solution {
     bool proven = false;       // no other choice is faster (to one part in 10^12)
     std::vector<std::vector<int>> slices;   // [operator][mode]
     std::int64_t smallest_fixed_bytes = 0;  // model states and gather of the choice that needs the least
-    int knapsacks = 0;                      // solved
-    std::int64_t states = 0;                // of their dynamic programs
+    std::int64_t states = 0;                // of the knapsacks' dynamic programs
 };
 
 constexpr int most_slices = 64;  // of an operator

@@ -6,6 +6,8 @@
 #include <functional>
 #include <stdexcept>
 
+#include "unrolled.h"
+
 namespace realhf::search {
 namespace {
 
@@ -69,21 +71,6 @@ void check_transfer(const Problem& problem, int index) {
     }
 }
 
-void check_acyclic_within_step(const Problem& problem) {
-    const int n = problem.num_nodes();
-    std::vector<bool> done(n, false);
-    for (int round = 0, finished = 0; finished < n; ++round) {
-        require(round <= n, "the nodes of a step form a cycle");
-        for (int node = 0; node < n; ++node) {
-            bool ready = !done[node];
-            for (const Parent& parent : problem.parents(node)) {
-                ready = ready && (parent.steps_back > 0 || done[parent.node]);
-            }
-            if (ready) done[node] = true, ++finished;
-        }
-    }
-}
-
 }  // namespace
 
 void Problem::check() const {
@@ -105,7 +92,8 @@ void Problem::check() const {
     for (const KeptCopy& copy : kept) {
         require(copy.source >= 0 && copy.source < static_cast<int>(calls.size()), "a copy of an unknown call is kept");
     }
-    check_acyclic_within_step(*this);
+    const Unrolled step(*this, 1);
+    require(step.order.size() == static_cast<std::size_t>(step.num_instances), "the nodes of a step form a cycle");
 }
 
 }  // namespace realhf::search

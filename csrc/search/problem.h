@@ -72,10 +72,6 @@ struct Transfer {
     std::vector<int> columns;  // option of the target -> column of `times`
     Times times;
     bool free_if_unmoved = false;  // takes no time between two options of one layout, whatever `times` says
-
-    double at(int source_option, int target_option) const {
-        return times.at(rows[source_option], columns[target_option]);
-    }
 };
 
 // The copy of call `source` stays on its devices until the calls `takers` have theirs from it, also while one of the
@@ -120,7 +116,7 @@ struct Problem {
                                             calls[transfer.target].options[target_option])) {
             return 0;
         }
-        return transfer.at(source_option, target_option);
+        return transfer.times.at(transfer.rows[source_option], transfer.columns[target_option]);
     }
 
     const Option& chosen(const std::vector<int>& plan, int call) const { return calls[call].options[plan[call]]; }

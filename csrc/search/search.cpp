@@ -7,7 +7,6 @@
 #include <tuple>
 
 #include "random.h"
-#include "simulator.h"
 
 namespace realhf::search {
 namespace {
@@ -21,25 +20,29 @@ constexpr std::int64_t kEvaluationsBetweenClocks = 512;
 // A draw for the acceptance test: exp(-beta x increase) >= u  <=>  increase <= -log(u) / beta.
 double accepted_increase(Random& random, double beta) { return -std::log(1.0 - random.uniform()) / beta; }
 
+// What the time of a plan with this peak is multiplied by.
+double factor_of(const Problem& problem, double peak_bytes) {
+    if (peak_bytes <= problem.device_memory_bytes) return 1.0;
+    return kInfeasibleFactor * peak_bytes / problem.device_memory_bytes;
+}
+
 // The limits of a search, and the best plan within them.
 class Search {
 public:
-    Search(const Problem& problem, const HeuristicLimits& limits, Incumbent& incumbent)
-        : problem_(problem), limits_(limits), incumbent_(incumbent) {}
+    Search(const Problem& problem, const HeuristicLimits& limits, Progress& progress, Incumbent& incumbent)
+        : problem_(problem), limits_(limits), progress_(progress), incumbent_(incumbent) {}
 
-    const Plan& best() const { return best_; }
-    Searched result() const { return {best_, fits_, best_cost_, counts_}; }
-    std::int64_t evaluations() const { return counts_.total(); }
+    const Searched& found() const { return found_; }
+    std::int64_t evaluations() const { return found_.counts.total(); }
 
     bool exhausted(std::int64_t until = std::numeric_limits<std::int64_t>::max()) {
-        const std::int64_t used = counts_.total();
+        const std::int64_t used = evaluations();
         if (used >= std::min(until, limits_.evaluations)) return true;
         if (used >= next_clock_) {
             next_clock_ = used + kEvaluationsBetweenClocks;
-            report();
-            stopped_ = (limits_.stop && limits_.stop->load(std::memory_order_relaxed)) ||
-                       (limits_.progress && limits_.progress->stop.load(std::memory_order_relaxed)) ||
-                       (limits_.until_s < kInfinity && incumbent_.seconds() >= limits_.until_s);
+            progress_.evaluations += used - reported_;
+            reported_ = used;
+            stopped_ = progress_.stop.load(std::memory_order_relaxed) || incumbent_.seconds() >= limits_.until_s;
         }
         return stopped_;
     }
@@ -47,38 +50,28 @@ public:
     // The plan's cost; infinity when it is above `limit`, which is often known before the simulation has ended.
     double cost(Simulator& simulator, const Plan& plan, double limit) {
         const double peak = simulator.peak_bytes(plan);
-        const double factor =
-            peak <= problem_.device_memory_bytes ? 1.0 : kInfeasibleFactor * peak / problem_.device_memory_bytes;
+        const double factor = factor_of(problem_, peak);
         const double makespan = simulator.makespan(plan, limit / factor * problem_.steps);
-        ++(makespan < kInfinity ? counts_.full : counts_.rejected);
+        ++(makespan < kInfinity ? found_.counts.full : found_.counts.rejected);
         const double cost = factor * makespan / problem_.steps;
         const bool fits = factor == 1.0;
-        if (makespan < kInfinity && is_better(fits, cost, fits_, best_cost_)) {
-            fits_ = fits;
-            best_cost_ = cost;
-            best_ = plan;
+        if (makespan < kInfinity && is_better(fits, cost, found_.fits, found_.cost)) {
+            found_ = {plan, fits, cost, found_.counts};
             if (cost < incumbent_.cost()) incumbent_.offer(plan, fits, cost);
-            if (fits && limits_.progress) limits_.progress->offer(cost);
+            if (fits) progress_.offer(cost);
         }
         return cost;
     }
 
 private:
-    void report() {
-        if (limits_.progress) limits_.progress->evaluations += counts_.total() - reported_;
-        reported_ = counts_.total();
-    }
-
     const Problem& problem_;
     const HeuristicLimits& limits_;
+    Progress& progress_;
     Incumbent& incumbent_;
-    Counts counts_;
+    Searched found_;
     std::int64_t reported_ = 0;
     std::int64_t next_clock_ = 0;
     bool stopped_ = false;
-    Plan best_;
-    bool fits_ = false;
-    double best_cost_ = kInfinity;
 };
 
 // Takes the best option of one call after the other until no call improves, or the search is exhausted.
@@ -112,14 +105,14 @@ struct Replica {
 // exp(-beta cost); what counts is the best plan on the way.
 class Tempering {
 public:
-    Tempering(const Problem& problem, const Moves& moves, Search& search, double unit, std::uint64_t seed, bool single)
-        : moves_(moves), search_(search), single_(single), swaps_(Random(seed ^ 0x5851F42D4C957F2DULL).next()) {
+    Tempering(const Problem& problem, const Preparation& prepared, Search& search, std::uint64_t seed)
+        : prepared_(prepared), search_(search), swaps_(Random(seed ^ 0x5851F42D4C957F2DULL).next()) {
         Random seeds(seed);
-        const int replicas = single ? 1 : kReplicas;
+        const int replicas = prepared.single_moves ? 1 : kReplicas;
         for (int r = 0; r < replicas; ++r) {
             const double beta = kColdBeta * std::pow(kHotBeta / kColdBeta, static_cast<double>(r) / (kReplicas - 1));
             replicas_.push_back(
-                {{}, kInfinity, beta / unit, Random(seeds.next()), std::make_unique<Simulator>(problem)});
+                {{}, kInfinity, beta / prepared.unit, Random(seeds.next()), std::make_unique<Simulator>(problem)});
         }
     }
 
@@ -143,8 +136,9 @@ public:
 
 private:
     void step(Replica& replica) {
-        const Change change =
-            single_ ? moves_.single(replica.plan, replica.random) : moves_.coupled(replica.plan, replica.random);
+        const Moves& moves = prepared_.moves;
+        const Change change = prepared_.single_moves ? moves.single(replica.plan, replica.random)
+                                                     : moves.coupled(replica.plan, replica.random);
         const double limit = replica.cost + accepted_increase(replica.random, replica.beta);
         // An unchanged proposal counts, too, so that a problem with one plan comes to an end.
         const double cost = search_.cost(*replica.simulator, replica.plan, limit);
@@ -167,21 +161,12 @@ private:
         }
     }
 
-    const Moves& moves_;
+    const Preparation& prepared_;
     Search& search_;
-    const bool single_;
     std::vector<Replica> replicas_;
     Random swaps_;
     std::int64_t round_ = 1;
 };
-
-Evaluation evaluated(const Problem& problem, Simulator& simulator, const Plan& plan) {
-    const double peak = simulator.peak_bytes(plan);
-    const double step_time = simulator.makespan(plan) / problem.steps;
-    const bool feasible = peak <= problem.device_memory_bytes;
-    const double factor = feasible ? 1.0 : kInfeasibleFactor * peak / problem.device_memory_bytes;
-    return {step_time, peak, feasible, factor * step_time};
-}
 
 // Every call in the layout of a random option of a random one, if it can be, else as in `plan`.
 Plan alike_plan(const Problem& problem, Plan plan, Random& random) {
@@ -207,19 +192,10 @@ Plan random_plan(const Problem& problem, Random& random) {
 
 }  // namespace
 
-Evaluation evaluate(const Problem& problem, const Plan& plan) {
-    Simulator simulator(problem);
-    return evaluated(problem, simulator, plan);
-}
-
-std::vector<Evaluation> evaluate_all(const Problem& problem, Plan plan, int call) {
-    Simulator simulator(problem);
-    std::vector<Evaluation> result;
-    for (int option = 0; option < static_cast<int>(problem.calls[call].options.size()); ++option) {
-        plan[call] = option;
-        result.push_back(evaluated(problem, simulator, plan));
-    }
-    return result;
+Evaluation evaluate(Simulator& simulator, const Plan& plan) {
+    const Problem& problem = simulator.problem();
+    const double peak = simulator.peak_bytes(plan), step_time = simulator.makespan(plan) / problem.steps;
+    return {step_time, peak, peak <= problem.device_memory_bytes, factor_of(problem, peak) * step_time};
 }
 
 Plan greedy_plan(const Problem& problem) {
@@ -259,7 +235,7 @@ Plan smallest_plan(const Problem& problem, std::uint64_t seed) {
                 if (draw == 0 || need(drawn) < need(plan)) plan = drawn;
             }
         } else if (restart > 0) {
-            for (int i = 0; i < n; ++i) plan[i] = random.below(problem.calls[i].options.size());
+            plan = random_plan(problem, random);
         }
         auto current = need(plan);
         for (int unchanged = 0, call = 0; unchanged < n; call = (call + 1) % n) {
@@ -299,39 +275,40 @@ std::vector<std::pair<double, double>> Incumbent::trace() const {
     return trace_;
 }
 
-Preparation::Preparation(const Problem& problem, std::uint64_t seed, const std::vector<Plan>& given)
-    : moves(problem), unit(0) {
+Preparation::Preparation(const Problem& problem, const SolveOptions& options, Progress& progress)
+    : single_moves(options.single_moves), progress(progress), moves(problem), unit(0) {
+    Simulator simulator(problem);
     std::vector<std::pair<Evaluation, Plan>> rated;
-    for (const Plan& plan : given) rated.emplace_back(evaluate(problem, plan), plan);
+    for (const Plan& plan : options.starts) rated.emplace_back(evaluate(simulator, plan), plan);
     std::stable_sort(rated.begin(), rated.end(), [](const auto& one, const auto& other) {
         return is_better(one.first.feasible, one.first.cost, other.first.feasible, other.first.cost);
     });
     for (const auto& [evaluation, plan] : rated) starts.push_back(plan);
     starts.push_back(greedy_plan(problem));
-    const Evaluation greedy = evaluate(problem, starts.back());
+    const Evaluation greedy = evaluate(simulator, starts.back());
     unit = std::max(greedy.step_time, 1e-12);
     const bool any_fits = greedy.feasible || (!rated.empty() && rated.front().first.feasible);
-    if (!any_fits) starts.push_back(smallest_plan(problem, seed));
+    if (!any_fits) starts.push_back(smallest_plan(problem, options.seed));
 }
 
 Searched heuristic_search(const Problem& problem, const Preparation& prepared, std::uint64_t seed,
                           const HeuristicLimits& limits, Incumbent& incumbent) {
     const Moves& moves = prepared.moves;
-    Search search(problem, limits, incumbent);
+    Search search(problem, limits, prepared.progress, incumbent);
     Simulator simulator(problem);
     Random random(seed ^ 0x2545F4914F6CDD1DULL);
     std::vector<Plan> starts = prepared.starts;
     if (const Plan known = incumbent.plan(); !known.empty()) starts.insert(starts.begin(), known);
-    Tempering tempering(problem, moves, search, prepared.unit, seed, limits.single_moves);
-    if (limits.single_moves) {
+    Tempering tempering(problem, prepared, search, seed);
+    if (prepared.single_moves) {
         tempering.start({starts.back()});
         tempering.run(std::numeric_limits<std::int64_t>::max());
-        return search.result();
+        return search.found();
     }
 
     const std::int64_t budget = limits.evaluations;
     for (const Plan& start : starts) descend(search, simulator, moves, start, budget / 4);
-    starts.insert(starts.begin(), search.best());
+    starts.insert(starts.begin(), search.found().plan);
     // Half of the chains look beside the best at once; a small budget is over before a second round.
     if (random.uniform() < 0.5) starts.push_back(moves.divided(random));
     // Rounds of growing length: temper from the best and from others, descend from what was found, and from a plan of
@@ -340,21 +317,20 @@ Searched heuristic_search(const Problem& problem, const Preparation& prepared, s
     for (int round = 0; !search.exhausted(); ++round, length += length / 2) {
         const bool is_last = search.evaluations() + 2 * length >= budget;
         const std::int64_t end = is_last ? budget - budget / 8 : search.evaluations() + length;
-        if (round > 0) starts = {search.best(), moves.divided(random), random_plan(problem, random)};
+        if (round > 0) starts = {search.found().plan, moves.divided(random), random_plan(problem, random)};
         tempering.start(starts);
         tempering.run(end);
-        descend(search, simulator, moves, search.best(), budget);
+        descend(search, simulator, moves, search.found().plan, budget);
         for (int restart = 0; restart < 4 && !search.exhausted(); ++restart) {
-            Plan plan = search.best();
-            for (int& option : plan) {
-                const int call = static_cast<int>(&option - plan.data());
-                if (random.uniform() < 0.5) option = random.pick(moves.frontier(call));
+            Plan plan = search.found().plan;
+            for (std::size_t call = 0; call < plan.size(); ++call) {
+                if (random.uniform() < 0.5) plan[call] = random.pick(moves.frontier(static_cast<int>(call)));
             }
             descend(search, simulator, moves, plan, search.evaluations() + length / 8);
         }
         if (is_last) tempering.run(budget);
     }
-    return search.result();
+    return search.found();
 }
 
 }  // namespace realhf::search

@@ -11,6 +11,7 @@
 
 #include "moves.h"
 #include "problem.h"
+#include "simulator.h"
 
 namespace realhf::search {
 
@@ -24,10 +25,7 @@ struct Evaluation {
     double cost;        // step_time, or the penalised value
 };
 
-Evaluation evaluate(const Problem& problem, const Plan& plan);
-
-// The plans that differ from `plan` in the option of one call, [options of the call].
-std::vector<Evaluation> evaluate_all(const Problem& problem, Plan plan, int call);
+Evaluation evaluate(Simulator& simulator, const Plan& plan);
 
 // How many plans were looked at.
 struct Counts {
@@ -76,19 +74,28 @@ struct Progress {
     }
 };
 
+// Exactly one of `evaluations` and `seconds` limits the work; the other is 0.
+struct SolveOptions {
+    std::uint64_t seed = 0;
+    std::int64_t evaluations = 0;  // of the heuristic search; the proof may compute as many bounds, or fewer of many
+    double seconds = 0;
+    int threads = 1;
+    bool single_moves = false;  // one chain with the paper's moves, nothing else
+    bool proves = true;
+    std::vector<Plan> starts = {};  // plans that are there already: the solution is no worse than any of them
+};
+
 struct HeuristicLimits {
     std::int64_t evaluations = std::numeric_limits<std::int64_t>::max();
     double until_s = kInfinity;  // on the incumbent's clock
-    const std::atomic<bool>* stop = nullptr;
-    Progress* progress = nullptr;
-    bool single_moves = false;  // one chain with the paper's moves, nothing else
 };
 
-// What all searches of a problem begin with; they may share it. The problem must outlive it.
+// What all searches of a problem begin with; they share it. The problem must outlive it.
 struct Preparation {
-    // `given`: plans that somebody has made already.
-    Preparation(const Problem& problem, std::uint64_t seed, const std::vector<Plan>& given = {});
+    Preparation(const Problem& problem, const SolveOptions& options, Progress& progress);
 
+    const bool single_moves;
+    Progress& progress;
     Moves moves;
     std::vector<Plan> starts;  // those given, the best first, the greedy plan, and a small one if none of them fits
     double unit;               // seconds of the greedy plan: temperatures are relative to it
@@ -99,8 +106,8 @@ struct Preparation {
 // best plan it saw: whatever the limits, it looks at all starts (with `single_moves` at the last).
 struct Searched {
     Plan plan;
-    bool fits;
-    double cost;
+    bool fits = false;
+    double cost = kInfinity;
     Counts counts;
 };
 Searched heuristic_search(const Problem& problem, const Preparation& prepared, std::uint64_t seed,

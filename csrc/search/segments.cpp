@@ -15,19 +15,12 @@ using Bits = std::vector<bool>;
 std::vector<Bits> ancestors_of(const Unrolled& graph) {
     const int n = graph.num_instances;
     std::vector<Bits> ancestors(n, Bits(n, false));
-    std::vector<int> waits = graph.num_parents, order;
-    for (int i = 0; i < n; ++i) {
-        if (waits[i] == 0) order.push_back(i);
-    }
-    for (std::size_t k = 0; k < order.size(); ++k) {
-        const int parent = order[k];
-        for (int c = graph.first_child[parent]; c < graph.first_child[parent + 1]; ++c) {
-            const int child = graph.children[c];
+    for (int parent : graph.order) {
+        for (int child : graph.children_of(parent)) {
             for (int i = 0; i < n; ++i) {
                 if (ancestors[parent][i]) ancestors[child][i] = true;
             }
             ancestors[child][parent] = true;
-            if (--waits[child] == 0) order.push_back(child);
         }
     }
     return ancestors;
@@ -43,8 +36,7 @@ Segment segment_of(const Unrolled& graph, const std::vector<Bits>& ancestors, co
     for (std::size_t i = 0; i < instances.size(); ++i) {
         nearest.emplace_back();
         for (std::size_t u = 0; u < i; ++u) {
-            const auto first = graph.children.begin() + graph.first_child[instances[u]];
-            const auto last = graph.children.begin() + graph.first_child[instances[u] + 1];
+            const auto [first, last] = graph.children_of(instances[u]);
             if (std::find(first, last, instances[i]) == last) continue;
             if (index[u] >= 0) {
                 nearest[i].push_back(index[u]);

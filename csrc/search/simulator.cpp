@@ -46,16 +46,8 @@ void Simulator::find_least_after() {
         for (const Option& option : problem_.calls[i].options) least[i] = std::min(least[i], option.time);
     }
     least_after_.assign(graph_.num_instances, 0);
-    std::vector<int> order, waits = graph_.num_parents;
-    for (const Ready& source : initially_ready_) order.push_back(source.instance);
-    for (std::size_t i = 0; i < order.size(); ++i) {
-        for (int k = graph_.first_child[order[i]]; k < graph_.first_child[order[i] + 1]; ++k) {
-            if (--waits[graph_.children[k]] == 0) order.push_back(graph_.children[k]);
-        }
-    }
-    for (auto at = order.rbegin(); at != order.rend(); ++at) {
-        for (int k = graph_.first_child[*at]; k < graph_.first_child[*at + 1]; ++k) {
-            const int child = graph_.children[k];
+    for (auto at = graph_.order.rbegin(); at != graph_.order.rend(); ++at) {
+        for (int child : graph_.children_of(*at)) {
             least_after_[*at] = std::max(least_after_[*at], least[node_of_[child]] + least_after_[child]);
         }
     }
@@ -109,7 +101,6 @@ double Simulator::run(double limit, Trace* trace) {
         const auto is_held = [&](const Ready& each) { return waits_[each.instance] > 0; };
         num_ready = static_cast<int>(std::remove_if(ready, ready + num_ready, is_held) - ready);
     }
-    const int* const children = graph_.children.data();
 
     double makespan = 0;
     [[maybe_unused]] int taken = 0;
@@ -139,8 +130,7 @@ double Simulator::run(double limit, Trace* trace) {
                 if (--waits_[other] == 0) ready[num_ready++] = {ready_at_[other], other};
             }
         }
-        for (int k = graph_.first_child[current.instance]; k < graph_.first_child[current.instance + 1]; ++k) {
-            const int child = children[k];
+        for (int child : graph_.children_of(current.instance)) {
             ready_at_[child] = std::max(ready_at_[child], end);
             if (--waits_[child] == 0) ready[num_ready++] = {ready_at_[child], child};
         }
@@ -158,9 +148,7 @@ void Simulator::note(Trace& trace, int instance, double start, double end) const
     std::sort(waits.begin(), waits.end());
     waits.erase(std::unique(waits.begin(), waits.end()), waits.end());
     trace.last[first_place_[node]] = trace.last[second_place_[node]] = number;
-    for (int k = graph_.first_child[instance]; k < graph_.first_child[instance + 1]; ++k) {
-        trace.waits[graph_.children[k]].push_back(number);
-    }
+    for (int child : graph_.children_of(instance)) trace.waits[child].push_back(number);
     trace.events.push_back({node, instance / num_nodes_, start, end, std::move(waits)});
 }
 

@@ -38,6 +38,8 @@ public:
     explicit Simulator(const Problem& problem) : Simulator(problem, problem.steps) {}
     Simulator(const Problem& problem, int steps);
 
+    const Problem& problem() const { return problem_; }
+
     // Time until the last node has ended; infinity as soon as that is known to be above `limit`.
     double makespan(const Plan& plan, double limit = kInfinity);
 

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
-#include <stdexcept>
 
 #include "exact.h"
 #include "threads.h"
@@ -25,9 +24,9 @@ std::uint64_t chain_seed(std::uint64_t seed, std::uint64_t chain) { return seed 
 using Trace = std::vector<std::pair<double, double>>;
 
 // A fixed number of chains, whatever the number of threads that run them. Returns the best costs over time.
-Trace search_by_count(const Problem& problem, const SolveOptions& options, Incumbent& incumbent, Counts& counts) {
+Trace search_by_count(const Problem& problem, const SolveOptions& options, const Preparation& prepared,
+                      Incumbent& incumbent, Counts& counts) {
     const std::int64_t chains = std::clamp<std::int64_t>(options.evaluations / kEvaluationsPerChain, 1, kMostChains);
-    const Preparation prepared(problem, options.seed, options.starts);
     std::vector<Searched> found(chains);
     std::vector<Trace> traces(chains);
     std::atomic<std::int64_t> next{0};
@@ -35,8 +34,6 @@ Trace search_by_count(const Problem& problem, const SolveOptions& options, Incum
         for (std::int64_t chain; (chain = next++) < chains;) {
             HeuristicLimits limits;
             limits.evaluations = options.evaluations / chains + (chain < options.evaluations % chains);
-            limits.single_moves = options.single_moves;
-            limits.progress = options.progress;
             const double start_s = incumbent.seconds();
             Incumbent own;  // what the others find must not matter
             found[chain] = heuristic_search(problem, prepared, chain_seed(options.seed, chain), limits, own);
@@ -54,29 +51,25 @@ Trace search_by_count(const Problem& problem, const SolveOptions& options, Incum
 
 // At first all threads search, for a moment: what most problems need. Then one proves, and another one goes on searching;
 // further ones prove, too. A thread that is alone takes turns.
-Certificate search_by_time(const Problem& problem, const SolveOptions& options, Incumbent& incumbent, Counts& counts) {
-    const Preparation prepared(problem, options.seed, options.starts);
+Certificate search_by_time(const Problem& problem, const SolveOptions& options, const Preparation& prepared,
+                           Incumbent& incumbent, Counts& counts) {
     std::mutex mutex;
-    const auto search = [&](double until_s, const std::atomic<bool>* stop, std::uint64_t number) {
+    const auto search = [&](double until_s, std::uint64_t number) {
         HeuristicLimits limits;
         limits.until_s = until_s;
-        limits.stop = stop;
-        limits.single_moves = options.single_moves;
-        limits.progress = options.progress;
         const Searched found = heuristic_search(problem, prepared, chain_seed(options.seed, number), limits, incumbent);
         const std::lock_guard<std::mutex> lock(mutex);
         counts.add(found.counts);
     };
     const double first_s = options.proves ? std::min(options.seconds / 3, kFirstSearch) : options.seconds;
-    on_threads(options.threads, [&](int t) { search(first_s, nullptr, t); });
+    on_threads(options.threads, [&](int t) { search(first_s, t); });
     std::uint64_t chain = options.threads;
-    ExactLimits limits;
+    ExactLimits limits{prepared.progress.stop};
     if (!options.proves) {
         limits.bounds = 0;
         return prove(problem, limits, incumbent);
     }
     limits.until_s = options.seconds;
-    if (options.progress) limits.stop = &options.progress->stop;
     limits.threads = std::max(1, options.threads - 1);
     if (options.threads == 1) {
         const double begun_s = incumbent.seconds();
@@ -84,45 +77,41 @@ Certificate search_by_time(const Problem& problem, const SolveOptions& options, 
         limits.between = [&] {  // as long as the proof has taken
             const double now_s = incumbent.seconds(), turn_s = now_s - begun_s - 2 * searched_s;
             if (turn_s < kShortestTurn) return;
-            search(std::min(now_s + turn_s, options.seconds), nullptr, chain++);
+            search(std::min(now_s + turn_s, options.seconds), chain++);
             searched_s += incumbent.seconds() - now_s;
         };
         return prove(problem, limits, incumbent);
     }
-    std::atomic<bool> proven{false};
     Certificate certificate{0, false, {}};
     on_threads(2, [&](int t) {
-        if (t > 0) return search(options.seconds, &proven, chain);
+        if (t > 0) return search(options.seconds, chain);
         certificate = prove(problem, limits, incumbent);
-        proven = certificate.proven;
+        if (certificate.proven) prepared.progress.stop = true;
     });
     return certificate;
 }
 
 }  // namespace
 
-Solution solve(const Problem& problem, const SolveOptions& options) {
-    if (options.threads < 1 || options.threads > kMostThreads) throw std::invalid_argument("1 to 1024 threads");
-    if (options.evaluations < 0 || (options.evaluations == 0 && !(0 < options.seconds && options.seconds <= kMostSeconds))) {
-        throw std::invalid_argument("a number of evaluations or of seconds");
-    }
+Solution solve(const Problem& problem, const SolveOptions& options, Progress& progress) {
     Incumbent incumbent;
+    const Preparation prepared(problem, options, progress);
     Solution solution;
     Certificate certificate{0, false, {}};
     Trace trace;
     if (options.evaluations > 0) {
-        trace = search_by_count(problem, options, incumbent, solution.search_counts);
-        ExactLimits limits;
+        trace = search_by_count(problem, options, prepared, incumbent, solution.search_counts);
+        ExactLimits limits{progress.stop};
         limits.bounds = std::min(kBoundsPerEvaluation * std::min(options.evaluations, kBoundsInFull),
                                  kBoundsInFull + options.evaluations / kEvaluationsPerBound);
-        if (options.progress) limits.stop = &options.progress->stop;
         if (!options.proves) limits.bounds = 0;  // the bound that holds for all plans, and no more
         certificate = prove(problem, limits, incumbent);
     } else {
-        certificate = search_by_time(problem, options, incumbent, solution.search_counts);
+        certificate = search_by_time(problem, options, prepared, incumbent, solution.search_counts);
     }
     solution.plan = incumbent.plan();
-    solution.evaluation = evaluate(problem, solution.plan);
+    Simulator simulator(problem);
+    solution.evaluation = evaluate(simulator, solution.plan);
     solution.lower_bound = certificate.lower_bound / problem.steps;
     solution.proven = certificate.proven;
     solution.counts = solution.search_counts;

@@ -37,15 +37,13 @@ public:
           num_columns_(num_columns),
           is_whole_(placed_->targets.size() == static_cast<std::size_t>(num_columns)),
           num_rows_(placed_->sources.size()) {}
-    Times(std::shared_ptr<const std::vector<double>> all, int num_columns)
-        : all_(std::move(all)),
+    Times(std::vector<double> all, int num_columns)
+        : all_(std::make_shared<const std::vector<double>>(std::move(all))),
           begin_(all_->data()),
           end_(begin_ + all_->size()),
           num_columns_(num_columns),
           is_whole_(num_columns >= 1 && all_->size() % num_columns == 0),
           num_rows_(is_whole_ ? all_->size() / num_columns : 0) {}
-    Times(std::vector<double> all, int num_columns)
-        : Times(std::make_shared<const std::vector<double>>(std::move(all)), num_columns) {}
 
     double at(int row, int column) const {
         if (placed_) return begin_[placed_->position(row, column)];

@@ -44,6 +44,15 @@ Unrolled::Unrolled(const Problem& problem, int steps)
         children.insert(children.end(), list.begin(), list.end());
         first_child.push_back(static_cast<int>(children.size()));
     }
+    std::vector<int> waits = num_parents;
+    for (int instance = 0; instance < num_instances; ++instance) {
+        if (waits[instance] == 0) order.push_back(instance);
+    }
+    for (std::size_t i = 0; i < order.size(); ++i) {
+        for (int child : children_of(order[i])) {
+            if (--waits[child] == 0) order.push_back(child);
+        }
+    }
 }
 
 }  // namespace realhf::search

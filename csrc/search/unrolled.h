@@ -12,11 +12,21 @@ namespace realhf::search {
 struct Unrolled {
     Unrolled(const Problem& problem, int steps);
 
+    struct Children {
+        const int *first, *last;
+        const int* begin() const { return first; }
+        const int* end() const { return last; }
+    };
+    Children children_of(int instance) const {
+        return {children.data() + first_child[instance], children.data() + first_child[instance + 1]};
+    }
+
     int num_nodes;
     int num_instances;
     std::vector<int> first_child;  // [instances + 1] into children
     std::vector<int> children;
     std::vector<int> num_parents;  // [instances]
+    std::vector<int> order;        // of instances, parents first; without those in a cycle, and behind one
 };
 
 }  // namespace realhf::search

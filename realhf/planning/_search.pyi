@@ -32,9 +32,8 @@ class Progress:
 class Problem:
     def __init__(self, tables: dict[str, Any]) -> None: ...
     def evaluate(self, plan: Sequence[int]) -> Evaluation: ...
-    def evaluate_all(self, plan: Sequence[int], call: int) -> list[tuple[float, bool]]: ...
     def trace(
-        self, plan: Sequence[int], steps: int, order: Sequence[tuple[int, int]] = ...
+        self, plan: Sequence[int], steps: int, order: Sequence[tuple[int, int]]
     ) -> list[tuple[int, int, float, float, list[int]]]: ...
     def device_needs(self, plan: Sequence[int]) -> list[tuple[float, float, float]]: ...
     def solve(
@@ -46,8 +45,8 @@ class Problem:
         threads: int,
         single_moves: bool,
         proves: bool,
-        starts: Sequence[Sequence[int]] = ...,
-        progress: Progress | None = None,
+        starts: Sequence[Sequence[int]],
+        progress: Progress,
     ) -> Solution: ...
     def lower_bound(self, chosen: Sequence[int], limit: float = ...) -> float: ...
     def smallest_plan(self, seed: int) -> list[int]: ...
@@ -64,7 +63,6 @@ class Table:
     def __iter__(self) -> Iterator[float]: ...
     def divide(self, by: float) -> None: ...
 
-def moved(sizes: dict[str, Any], source: LayoutRow, target: LayoutRow) -> tuple[int, int]: ...
 def reallocation_table(
     sizes: dict[str, Any],
     sources: Sequence[LayoutRow],
@@ -73,8 +71,8 @@ def reallocation_table(
     within_node: tuple[float, float],
     across_nodes: tuple[float, float],
     devices_per_node: int,
-    forwarding: bool = True,
-    threads: int = 1,
+    most_sent: int,
+    threads: int,
 ) -> Table: ...
 
 class OsdpSolution(TypedDict):
@@ -85,7 +83,6 @@ class OsdpSolution(TypedDict):
     proven: bool
     slices: list[list[int]]
     smallest_fixed_bytes: int
-    knapsacks: int
     states: int
 
 MOST_SLICES: int

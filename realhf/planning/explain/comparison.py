@@ -94,26 +94,30 @@ def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
     within = task.varied(offload=plan.offload)
     options = [planned, *(option for option in worthwhile(within, name) if option != planned)]
     native = native_problem(build_problem(within, {**chosen, name: options}))
-    place = list(task.graph.model_calls).index(name)
-    (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.model_calls), place)
-    found = list(zip(options[1:], evaluations, strict=True))
+    calls = task.graph.model_calls
+    evaluations = [native.evaluate([number if call == name else 0 for call in calls]) for number in range(len(options))]
+    found = list(zip(options[1:], evaluations[1:], strict=True))
     own = Layout(planned.layout.mesh, msgspec.structs.replace(planned.layout.strategy, micro_dp=(1, 1)))
     fitting = [
-        (step_s, option) for option, (step_s, fits) in found if fits and option.layout not in (planned.layout, own)
+        (each["step_time"], option)
+        for option, each in found
+        if each["feasible"] and option.layout not in (planned.layout, own)
     ]
     best_s, best = min(fitting, key=lambda entry: entry[0], default=(float("inf"), None))
     return Alternative(
         call=name,
         option=best.call_plan(predicted_s=model.under(best.compute).seconds(*best.shape)) if best else None,
         step_s=best_s,
-        planned_step_s=planned_step_s,
+        planned_step_s=evaluations[0]["step_time"],
         num_layouts=num_layouts(within, name) - 1,
         num_too_large=num_layouts(within, name) - 1 - len({option.layout for _, option in fitting}),
         worth=tuple(
             Worth(
                 of=name,
                 feature=feature,
-                without_s=min((s for option, (s, fits) in found if fits and lacks(option)), default=None),
+                without_s=min(
+                    (each["step_time"] for option, each in found if each["feasible"] and lacks(option)), default=None
+                ),
             )
             for feature, lacks in _features(planned).items()
         ),

@@ -188,19 +188,19 @@ def reallocation_table(
     layouts = (*(source.layout for source in sources), *targets)
     if any(layout.strategy.micro_dp != (1, 1) for layout in layouts):
         return move.table(sources, targets)
-    links = move.links
+    sizes, links = model_sizes(move.model), move.links
     return _search.reallocation_table(
-        dataclasses.asdict(model_sizes(move.model)),
-        [_layout_row(s.layout, s.divided) for s in sources],
-        [_layout_row(t, 1) for t in targets],
+        dataclasses.asdict(sizes),
+        [_layout_row(source.layout, source.divided) for source in sources],
+        [_layout_row(target) for target in targets],
         within_node=(links.intra_node_latency_s, move.item / links.intra_node_bandwidth),
         across_nodes=(links.inter_node_latency_s, move.item / links.send_bandwidth),
         devices_per_node=move.cluster.devices_per_node,
-        forwarding=move.forwarding,
+        most_sent=sizes.total if move.forwarding else 2**63 - 1,
         threads=num_cores(),
     )
 
 
-def _layout_row(layout: Layout, divided: int) -> tuple[int, int, int, int, int, int, int]:
+def _layout_row(layout: Layout, divided: int = 1) -> tuple[int, int, int, int, int, int, int]:
     mesh, strategy = layout.mesh, layout.strategy
     return (mesh.first, mesh.size, strategy.dp, strategy.tp, strategy.pp, strategy.chunks, divided)

@@ -27,6 +27,12 @@ def native(problem: Problem) -> _search.Problem:
     return native_problem(msgspec.convert(problem, ProblemFile).problem())
 
 
+def solve(engine: _search.Problem, **asked: Any) -> "_search.Solution":
+    """With a number of evaluations on one thread, unless something else is asked for."""
+    given = {"seconds": 0, "threads": 1, "starts": (), "progress": _search.Progress()}
+    return engine.solve(**given | asked)
+
+
 def named(problem: Problem, plan: Any) -> dict[str, int]:
     return {call["name"]: option for call, option in zip(problem["calls"], plan, strict=True)}
 

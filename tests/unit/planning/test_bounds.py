@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.unit.planning.evaluate_plan import Problem, evaluate
-from tests.unit.planning.problem_files import brute_force, named, native, random_problem, symmetric_problem
+from tests.unit.planning.problem_files import brute_force, named, native, random_problem, solve, symmetric_problem
 
 Place = tuple[int, int, int]  # first device, devices, time
 MEMORY = 100
@@ -128,7 +128,7 @@ def test_what_cannot_fit_together_is_proven_so(static: int, dynamic: int, fits: 
     """Two calls that share a device: static bytes add up, of dynamic ones the most count."""
     calls = [call(name, (first, 2, 1), memory=(static, dynamic)) for name, first in (("a", 0), ("b", 1))]
     given = problem(*calls)
-    found = native(given).solve(seed=0, evaluations=100, seconds=0, threads=1, single_moves=True, proves=True)
+    found = solve(native(given), seed=0, evaluations=100, single_moves=True, proves=True)
     assert found["feasible"] is fits is (brute_force(given) is not None)
     assert (found["lower_bound_s"] == float("inf")) is not fits
 

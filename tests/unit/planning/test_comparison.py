@@ -124,9 +124,10 @@ def test_the_best_other_layout_of_a_call(monkeypatch: pytest.MonkeyPatch) -> Non
         assert options == expected | {name: [option_of(planned), *kept]}
         return "problem"
 
-    def evaluate_all(choice: Sequence[int], place: int) -> Sequence[tuple[float, bool]]:
-        assert (choice, place) == ([0] * 6, 1)
-        return evaluations
+    def evaluate(choice: Sequence[int]) -> Mapping[str, Any]:
+        step_s, fits = evaluations[choice[1]]
+        assert list(choice) == [0, choice[1], 0, 0, 0, 0]
+        return {"step_time": step_s, "feasible": fits}
 
     def known(what: Any) -> Any:
         def of(task: PlanningTask, call: str) -> Any:
@@ -138,7 +139,7 @@ def test_the_best_other_layout_of_a_call(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(comparison, "worthwhile", known(others))
     monkeypatch.setattr(comparison, "num_layouts", known(6))
     monkeypatch.setattr(comparison, "build_problem", build)
-    native = SimpleNamespace(evaluate_all=evaluate_all)
+    native = SimpleNamespace(evaluate=evaluate)
     monkeypatch.setattr(comparison, "native_problem", lambda problem: native if problem == "problem" else None)
     found = comparison._best(TASK, plan, name)
     seconds = TASK.call_models[name].under(sharded).seconds(tp.strategy, 2)

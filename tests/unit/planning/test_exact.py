@@ -27,6 +27,7 @@ from tests.unit.planning.problem_files import (
     native,
     random_problem,
     reference_problem,
+    solve,
     symmetric_problem,
 )
 
@@ -40,9 +41,7 @@ def test_no_bound_is_above_the_optimum(seed: int) -> None:
     # The bound without branching; a proof cut short; a whole one. The search alone would find most optima by itself:
     # with single moves and few evaluations the proof has something left to do.
     for proves, evaluations in ((False, 100), (True, 100), (True, 5000)):
-        found = engine.solve(
-            seed=seed, evaluations=evaluations, seconds=0, threads=1, single_moves=evaluations == 100, proves=proves
-        )
+        found = solve(engine, seed=seed, evaluations=evaluations, single_moves=evaluations == 100, proves=proves)
         if optimum is None:
             assert not found["feasible"]
             continue
@@ -65,7 +64,7 @@ def test_exchangeable_devices_lose_no_optimum(seed: int) -> None:
     plans = itertools.product(*(range(len(call["options"])) for call in problem["calls"]))
     results = [engine.evaluate(plan) for plan in plans]
     optimum = min((result["step_time"] for result in results if result["feasible"]), default=None)
-    found = engine.solve(seed=seed, evaluations=300, seconds=0, threads=1, single_moves=True, proves=True)
+    found = solve(engine, seed=seed, evaluations=300, single_moves=True, proves=True)
     assert optimum is None or found["lower_bound_s"] <= optimum
     if found["proven"]:
         assert (found["step_s"] if found["feasible"] else None) == optimum
@@ -75,8 +74,8 @@ def test_exchangeable_devices_lose_no_optimum(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_reference_problems_are_solved_and_proven(name: str, seed: int) -> None:
     problem = reference_problem(name)
-    found = native(problem).solve(
-        seed=seed, evaluations=400_000, seconds=0, threads=2, single_moves=False, proves=True
+    found = solve(
+        native(problem), seed=seed, evaluations=400_000, threads=2, single_moves=False, proves=True
     )  # fmt: skip
     best = OPTIMA[name]["best_us_per_step"]
     assert evaluate(problem, named(problem, found["choice"]))["us_per_step"] == best
@@ -88,8 +87,8 @@ def test_reference_problems_are_solved_and_proven(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(20))
 def test_reference_problems_are_solved_in_a_second(name: str, seed: int) -> None:
-    found = native(reference_problem(name)).solve(
-        seed=seed, evaluations=0, seconds=5, threads=2, single_moves=False, proves=True
+    found = solve(
+        native(reference_problem(name)), seed=seed, evaluations=0, seconds=5, threads=2, single_moves=False, proves=True
     )
     assert found["proven"]
     assert found["trace"][-1][0] < 1
@@ -101,8 +100,7 @@ def test_threads_change_nothing_but_the_time(threads: int) -> None:
     engine = native(reference_problem("s2_steps3"))
     keys = ("choice", "lower_bound_s", "proven", "all_evaluations", "full_evaluations", "early_rejections")
     one, several = (
-        engine.solve(seed=7, evaluations=200_000, seconds=0, threads=t, single_moves=False, proves=True)
-        for t in (1, threads)
+        solve(engine, seed=7, evaluations=200_000, threads=t, single_moves=False, proves=True) for t in (1, threads)
     )
     assert [one[key] for key in keys] == [several[key] for key in keys]
 
@@ -111,7 +109,7 @@ def test_a_proof_finds_what_a_poor_search_missed() -> None:
     """The search gets 100 evaluations of single moves and stays above the optimum; branch and bound closes the gap."""
     problem = reference_problem("n1_steps3")
     engine = native(problem)
-    poor = engine.solve(seed=0, evaluations=100, seconds=0, threads=1, single_moves=True, proves=False)
+    poor = solve(engine, seed=0, evaluations=100, single_moves=True, proves=False)
     assert poor["step_s"] > OPTIMA["n1_steps3"]["best_us_per_step"]
     assert 0 < poor["lower_bound_s"] < OPTIMA["n1_steps3"]["best_us_per_step"]
     assert not poor["proven"]

@@ -90,4 +90,4 @@ def test_a_searched_plan_has_it_in_its_order() -> None:
     native, choice = native_problem(problem), [3] * len(graph.calls)
     expected = simulate(problem, choice, problem.steps)
     assert native.evaluate(choice)["step_time"] * problem.steps == pytest.approx(makespan_s(expected))
-    assert sum(node == len(graph.calls) for node, *_ in native.trace(choice, 10)) == 10, "once a step"
+    assert sum(node == len(graph.calls) for node, *_ in native.trace(choice, 10, ())) == 10, "once a step"

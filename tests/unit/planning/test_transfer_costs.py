@@ -1,6 +1,6 @@
 """Seconds of transfers and of reallocations: by hand, against counted boxes, and as tables."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,17 +15,14 @@ from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
-from realhf.planning import _search
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.reallocation import Reallocation, moved_elements
 from realhf.planning.model.seconds import Crossings, crossings
-from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs
 from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option, legal_strategies
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import _layout_row
 from realhf.planning.problem.native import reallocation_table as native_table
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
 from tests.unit.planning.graphs import TINY, call, call_options, cpu_cluster, ppo, settings, task_of
@@ -63,22 +60,20 @@ def layouts(draw: st.DrawFn, model: DecoderConfig) -> Layout:
 @st.composite
 def reallocations(draw: st.DrawFn) -> tuple[DecoderConfig, Layout, Layout]:
     model = draw(st.sampled_from(MODELS))
-    return model, draw(layouts(model)), draw(layouts(model))
+    either = layouts(model) | in_chunks(model)
+    return model, draw(either), draw(either)
 
 
 @st.composite
-def in_chunks(draw: st.DrawFn) -> tuple[DecoderConfig, Layout, Layout]:
-    """Reallocations of which a side is laid out in model chunks, where it has stages and layers enough."""
-    model, *sides = draw(reallocations())
-    cut = []
-    for layout in sides:
-        pp = layout.strategy.pp
-        chunks = draw(st.integers(1, model.num_layers // pp)) if pp > 1 else 1
-        cut.append(structs.replace(layout, strategy=structs.replace(layout.strategy, chunks=chunks)))
-    return model, *cut
+def in_chunks(draw: st.DrawFn, model: DecoderConfig) -> Layout:
+    """In model chunks, where it has stages and layers enough."""
+    layout = draw(layouts(model))
+    pp = layout.strategy.pp
+    chunks = draw(st.integers(1, model.num_layers // pp)) if pp > 1 else 1
+    return structs.replace(layout, strategy=structs.replace(layout.strategy, chunks=chunks))
 
 
-@given(reallocations() | in_chunks(), st.booleans())
+@given(reallocations(), st.booleans())
 @hypothesis_settings(max_examples=300, deadline=None)
 def test_moved_elements_are_those_of_the_boxes(case: tuple[DecoderConfig, Layout, Layout], is_divided: bool) -> None:
     """Where data parallelism divides the source's parameters, a device has an equal share of its boxes."""
@@ -96,8 +91,6 @@ def test_moved_elements_are_those_of_the_boxes(case: tuple[DecoderConfig, Layout
     needed_by_all = sum(box.size for device in target.mesh.devices for box in device_boxes(model, target, device))
     found = (max(lacking), needed_by_all - held_by_all // divided)
     assert moved_elements(model, placement, target) == found
-    rows = [_layout_row(source, divided), _layout_row(target, 1)]
-    assert _search.moved(asdict(model_sizes(model)), *rows) == found
     largest = max(sum(b.size for b in device_boxes(model, target, d)) for d in target.mesh.devices)
     assert PlacedModel(model, target.strategy, "float32").parameter_bytes() == 4 * largest
 
@@ -229,7 +222,7 @@ def test_a_reallocation_takes_what_was_measured_of_its_model() -> None:
 @st.composite
 def many_layouts(draw: st.DrawFn) -> tuple[DecoderConfig, list[Layout], list[Layout]]:
     model = draw(st.sampled_from(MODELS))
-    sides = [draw(st.lists(layouts(model), min_size=1, max_size=12)) for _ in range(2)]
+    sides = [draw(st.lists(layouts(model) | in_chunks(model), min_size=1, max_size=12)) for _ in range(2)]
     return model, *sides
 
 
