@@ -21,8 +21,8 @@ or name another compiler: CC=clang CXX=clang++"""
 
 
 def extension(name: str, folder: str, *arguments: str) -> Pybind11Extension:
-    """The module `name` from all sources of `folder` but its tests."""
-    sources = sorted(str(path) for path in Path(folder).glob("*.cpp") if not path.name.startswith("test_"))
+    """The module `name` from all sources of `folder`."""
+    sources = sorted(map(str, Path(folder).glob("*.cpp")))
     flags = ["-O3", *WARNINGS, *arguments]
     return Pybind11Extension(name, sources, include_dirs=[folder], cxx_std=17, extra_compile_args=flags)
 

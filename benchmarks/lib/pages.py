@@ -33,8 +33,6 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = ("README.md", "docs")
-# Tests beside the sources of C++: they are in no extension.
-NOT_MEASURED = (":!csrc/*/test_*.cpp",)
 # What every planned run of reinforcement learning executes here.
 RUNS = (
     "realhf/algorithms/functional",
@@ -154,7 +152,7 @@ def measures(benchmark: str, root: Path = ROOT) -> tuple[str, ...]:
 
 def changed_since(commit: str, paths: Sequence[str], root: Path = ROOT) -> list[str]:
     """The files among `paths` whose code is not that of `commit`."""
-    names = _git(root, "diff", "--name-only", "--no-renames", commit, "--", *paths, *NOT_MEASURED).splitlines()
+    names = _git(root, "diff", "--name-only", "--no-renames", commit, "--", *paths).splitlines()
     return [name for name in names if not _is_same(name, commit, root)]
 
 

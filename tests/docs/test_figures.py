@@ -242,7 +242,7 @@ class Repository:
         self.write("code/a.py", "x = 1\n")
         self.write("code/other.py", "y = 1\n")
         self.write("code/old.py", "z = 1\n")
-        self.write("csrc/search/test_a.cpp", "int x;\n")
+        self.write("csrc/a.cpp", "int x;\n")
         self.write("benchmarks/one.py", 'MEASURES = ("code", ":!code/other.py", "csrc")\n')
         self.write("README.md", "")
         commit = self.commit()
@@ -272,7 +272,7 @@ class Repository:
         ("code/new.py", "x = 2\n", True, False),
         ("code/old.py", None, True, False),
         ("code/other.py", "y = 2\n", False, True),
-        ("csrc/search/test_a.cpp", "int y;\n", False, False),
+        ("csrc/a.cpp", "int y;\n", True, False),
         ("benchmarks/one.py", 'MEASURES = ("code", ":!code/other.py", "csrc")\nSTEPS = 2\n', True, False),
     ],
 )

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "search"
-
-
-FLAGS = ["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]
-TESTS = sorted(path.stem for path in SOURCES.glob("test_*.cpp"))
+FLAGS = ["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", f"-I{SOURCES}"]
+TESTS = sorted(Path(__file__).with_name("cpp").glob("test_*.cpp"))
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +26,10 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", TESTS)
+@pytest.mark.parametrize("test", TESTS, ids=lambda test: test.stem)
 @pytest.mark.slow
-def test_cpp(name: str, objects: Path, tmp_path: Path) -> None:
-    parts = [str(path) for path in sorted(objects.glob("*.o")) if path.stem not in TESTS or path.stem == name]
-    subprocess.run(["g++", *FLAGS, *parts, "-o", str(tmp_path / name)], check=True)
-    result = subprocess.run([str(tmp_path / name)], capture_output=True, text=True)
+def test_cpp(test: Path, objects: Path, tmp_path: Path) -> None:
+    program = tmp_path / test.stem
+    subprocess.run(["g++", *FLAGS, str(test), *map(str, objects.glob("*.o")), "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stdout + result.stderr

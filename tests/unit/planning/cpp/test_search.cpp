@@ -1,4 +1,4 @@
-// Tests of the simulator and the search without Python; built with sanitizers by tests/unit/search/test_cpp.py.
+// Tests of the simulator and the search without Python; built with sanitizers by tests/unit/planning/test_cpp.py.
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "bounds.h"
+#include "check.h"
 #include "domains.h"
 #include "reallocation.h"
 #include "search.h"
@@ -17,14 +18,6 @@
 #include "threads.h"
 
 using namespace realhf::search;
-
-#define CHECK(...)                                                              \
-    do {                                                                        \
-        if (!(__VA_ARGS__)) {                                                   \
-            std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #__VA_ARGS__); \
-            std::exit(1);                                                       \
-        }                                                                       \
-    } while (0)
 
 namespace {
 

@@ -1,4 +1,4 @@
-// Tests of the OSDP knapsacks without Python; built with sanitizers by tests/unit/search/test_cpp.py.
+// Tests of the OSDP knapsacks without Python; built with sanitizers by tests/unit/planning/test_cpp.py.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -6,17 +6,10 @@
 #include <random>
 #include <stdexcept>
 
+#include "check.h"
 #include "osdp.h"
 
 using namespace realhf::search::osdp;
-
-#define CHECK(...)                                                              \
-    do {                                                                        \
-        if (!(__VA_ARGS__)) {                                                   \
-            std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #__VA_ARGS__); \
-            std::exit(1);                                                       \
-        }                                                                       \
-    } while (0)
 
 namespace {
 
