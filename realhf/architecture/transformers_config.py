@@ -17,9 +17,8 @@ import platformdirs
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.files import BadContentError, decode_json, read_bytes, write_atomically
 from realhf.base.numbers import check_range
-from realhf.base.reading import read_bytes
 
 # Fields of a config.json that do not describe the architecture.
 _UNUSED = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from realhf.base.code_files import python_command
 from realhf.base.errors import RunError
-from realhf.base.reading import read_text
+from realhf.base.files import read_text
 from realhf.base.shown import visible
 from realhf.rundir.paths import RunDirectory
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_loose_json
-from realhf.base.reading import read_bytes
+from realhf.base.files import BadContentError, decode_loose_json, read_bytes
 
 MANIFEST = "manifest.json"
 

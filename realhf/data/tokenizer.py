@@ -11,8 +11,7 @@ from tokenizers import AddedToken
 
 from realhf.api.data_options import DEFAULT_DATE
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_loose_json
-from realhf.base.reading import read_bytes, read_text
+from realhf.base.files import BadContentError, decode_loose_json, read_bytes, read_text
 from realhf.data.chat_template import ChatTemplate, TemplateError
 from realhf.data.tokenizer_file import TokenizerError, load_tokenizer, no_panic
 

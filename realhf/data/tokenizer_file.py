@@ -10,8 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_loose_json
-from realhf.base.reading import read_bytes
+from realhf.base.files import BadContentError, decode_loose_json, read_bytes
 
 _REMEDY = "give a tokenizer.json of Hugging Face's tokenizers"
 # Those of published tokenizers have at most two in an alternative. A text of n characters can take n to this power.

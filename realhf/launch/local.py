@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
-from realhf.base.reading import open_regular
+from realhf.base.files import open_regular
 from realhf.launch.devices import Device, devices_of, gpus_for
 from realhf.launch.launcher import Exit, Launcher, NoOptions
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec

@@ -183,13 +183,11 @@ def _describe(end: Exit, directory: RunDirectory, launcher: Launcher) -> str:
     else:
         how = f"ended with exit code {end.returncode}"
     note = f" ({end.note})" if end.note else ""
-    log, on = directory.log(end.name), _on_host(end.name, launcher)
+    log = directory.log(end.name)
+    # The master is on the first host.
+    host = launcher.place(worker_of(end.name) or 0) if launcher.is_remote else None
+    on = f" on {host}" if host else ""
     return f"{end.name} {how}{on}{_last_activity(directory, end.name)}{note}; log: {log}{last_lines(log, LOG_LINES)}"
-
-
-def _on_host(process: str, launcher: Launcher) -> str:
-    host = launcher.place(worker_of(process) or 0) if launcher.is_remote else None  # the master is on the first host
-    return f" on {host}" if host else ""
 
 
 def _last_activity(directory: RunDirectory, process: str) -> str:

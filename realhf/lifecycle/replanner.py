@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 
 from realhf.base.code_files import python_command
-from realhf.base.files import BadContentError, decode_json, write_atomically
-from realhf.base.reading import read_bytes
+from realhf.base.files import BadContentError, decode_json, read_bytes, write_atomically
 from realhf.dataflow.plan import DIGEST_LENGTH, digest_in, plan_digest
 from realhf.launch.local import start_child
 from realhf.lifecycle.replan import Proposal

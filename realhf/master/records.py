@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.base.files import naming
-from realhf.base.reading import open_regular
+from realhf.base.files import naming, open_regular
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.loop import CallRecord, means
 from realhf.rundir.logs import at

@@ -22,8 +22,16 @@ from realhf.api.experiment import ModelSetup
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_json, sync_directory, write_atomically
-from realhf.base.reading import file_digest, open_regular, read_bytes, read_text
+from realhf.base.files import (
+    BadContentError,
+    decode_json,
+    file_digest,
+    open_regular,
+    read_bytes,
+    read_text,
+    sync_directory,
+    write_atomically,
+)
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import decoder_parameters

@@ -15,8 +15,7 @@ from realhf.architecture.hugging_face import config_content, decoder_of, family_
 from realhf.architecture.model import DecoderConfig
 from realhf.architecture.transformers_config import TransformersConfig, transformers_model
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_json
-from realhf.base.reading import open_regular, read_bytes
+from realhf.base.files import BadContentError, decode_json, open_regular, read_bytes
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint_index import (
     INDEX_FILE,

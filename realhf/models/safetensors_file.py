@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from realhf.base.reading import open_regular
+from realhf.base.files import open_regular
 
 DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CHUNK_BYTES = 2**24

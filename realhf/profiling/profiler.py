@@ -24,8 +24,7 @@ from torch import Tensor
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.base.files import decode_json
-from realhf.base.reading import read_bytes
+from realhf.base.files import decode_json, read_bytes
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.geometry.parameters import decoder_parameters

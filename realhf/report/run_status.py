@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realhf.base.reading import read_text
+from realhf.base.files import read_text
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.report.curves import Trends, trends_of
 from realhf.report.run_data import experiment_of, lines_of, plan_of, status_of

@@ -14,8 +14,15 @@ from pathlib import Path
 import msgspec
 
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_versioned, delete, sync_directory, write_atomically
-from realhf.base.reading import file_digest, read_bytes
+from realhf.base.files import (
+    BadContentError,
+    decode_versioned,
+    delete,
+    file_digest,
+    read_bytes,
+    sync_directory,
+    write_atomically,
+)
 from realhf.models.checkpoint_index import INDEX_FILE, check_content, read_index
 
 FORMAT = "run-checkpoint/2"

@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from realhf.base.files import BadContentError, decode_json, write_atomically
-from realhf.base.reading import read_bytes
+from realhf.base.files import BadContentError, decode_json, read_bytes, write_atomically
 
 EndReason = Literal["asked", "notice"]
 

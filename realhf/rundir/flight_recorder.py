@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.base.reading import read_bytes
+from realhf.base.files import read_bytes
 
 # One byte that tells which of two slots is valid, padded; then the slots, each a time, a length and a text. A new text
 # goes to the other slot and the byte is flipped last: a process killed in the middle of it leaves the old text whole.

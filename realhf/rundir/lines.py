@@ -9,8 +9,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from realhf.base.files import BadContentError, decode_json, naming
-from realhf.base.reading import MAX_LINE_BYTES, lines_within, open_regular
+from realhf.base.files import MAX_LINE_BYTES, BadContentError, decode_json, lines_within, naming, open_regular
 
 T = TypeVar("T")
 

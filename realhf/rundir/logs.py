@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
-from realhf.base.reading import open_regular
+from realhf.base.files import open_regular
 from realhf.base.shown import visible
 
 # A worker's activity while it executes a request, such as "actor_generate of step 3: compute".

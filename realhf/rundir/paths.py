@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.base.errors import UserError
-from realhf.base.files import delete, writing_a_run
-from realhf.base.reading import open_regular
+from realhf.base.files import delete, open_regular, writing_a_run
 
 MASTER = "master"
 _FOLDERS = ("logs", "checkpoints", "keys", "rendezvous", "activity", "launcher")

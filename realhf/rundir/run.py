@@ -15,10 +15,9 @@ from realhf.architecture.compute import Computation
 from realhf.base.code_files import load_code_file
 from realhf.base.durations import WEEK_S, YEAR_S
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
+from realhf.base.files import BadContentError, OtherVersionError, decode_versioned, read_bytes
 from realhf.base.numbers import check_range
 from realhf.base.options import Common, Option, check_options
-from realhf.base.reading import read_bytes
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, load_plan

@@ -8,8 +8,7 @@ import os
 import secrets
 
 from realhf.base.errors import RunError
-from realhf.base.files import write_atomically
-from realhf.base.reading import read_text
+from realhf.base.files import read_text, write_atomically
 from realhf.rundir.paths import RunDirectory
 
 # Gives each process the id of its start.

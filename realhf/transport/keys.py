@@ -7,7 +7,7 @@ from pathlib import Path
 import zmq
 
 from realhf.base.errors import UserError
-from realhf.base.reading import open_regular
+from realhf.base.files import open_regular
 
 _FILE_BYTES = 100  # more than a key has
 

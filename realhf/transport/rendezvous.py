@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from realhf.base.errors import RunError
-from realhf.base.files import BadContentError, decode_json, write_atomically
-from realhf.base.reading import read_bytes
+from realhf.base.files import BadContentError, decode_json, read_bytes, write_atomically
 
 _FILE = "master.json"
 

@@ -3,7 +3,7 @@
 import faulthandler
 from pathlib import Path
 
-from realhf.base.reading import open_regular
+from realhf.base.files import open_regular
 
 
 def write_stacks(path: Path, activity: str) -> None:

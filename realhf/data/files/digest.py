@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from realhf.base.reading import file_digest, open_regular
+from realhf.base.files import file_digest, open_regular
 
 # From a larger file of weights, evenly spread parts of this total size are read: training changes nearly all numbers.
 _SAMPLED_BYTES = 2**24

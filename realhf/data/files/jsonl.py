@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from realhf.base.errors import UserError
-from realhf.base.reading import is_too_deep, open_regular
+from realhf.base.files import is_too_deep, open_regular
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
 _CHUNK_BYTES = 2**24

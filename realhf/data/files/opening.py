@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_loose_json
-from realhf.base.reading import open_regular, read_bytes
+from realhf.base.files import BadContentError, decode_loose_json, open_regular, read_bytes
 from realhf.data.files.arrow import open_arrow, open_parquet
 from realhf.data.files.jsonl import JSONLFile
 from realhf.data.files.rows import RowFile, Shards

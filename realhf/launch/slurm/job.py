@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
-from realhf.base.reading import read_text
+from realhf.base.files import read_text
 from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
 from realhf.launch.process import Job
 from realhf.launch.slurm.commands import slurm_command

@@ -10,9 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from realhf.base.files import decode_json, read_file, write_atomically
+from realhf.base.files import decode_json, read_bytes, read_file, write_atomically
 from realhf.base.numbers import SECONDS, check_fields
-from realhf.base.reading import read_bytes
 from realhf.planning.model.uncertainty import SPREAD
 
 KEPT_RUNS = 32  # for each profile; older ones are removed

@@ -16,8 +16,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_json
-from realhf.base.reading import read_bytes
+from realhf.base.files import BadContentError, decode_json, read_bytes
 from realhf.planning.problem.tables import (
     MAX_CALLS,
     MAX_INSTANCES,

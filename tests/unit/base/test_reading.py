@@ -11,16 +11,20 @@ import pytest
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import (
+    MAX_DEPTH,
     BadContentError,
     decode_json,
     decode_loose_json,
     decode_yaml,
     last_lines,
+    lines_within,
+    open_regular,
+    read_bytes,
     read_file,
+    read_text,
     write_atomically,
     writing_a_run,
 )
-from realhf.base.reading import MAX_DEPTH, lines_within, open_regular, read_bytes, read_text
 
 ROOT = Path(__file__).parents[3]
 
@@ -163,7 +167,7 @@ def test_yaml_is_decoded_up_to_a_depth_and_a_number_of_values():
 
 # What these read is no file from outside: Python sources of the user, files of the kernel, of the test of a disk.
 MAY_OPEN = {
-    "realhf/base/reading.py",
+    "realhf/base/files.py",
     "realhf/api/script/functions.py",
     "realhf/cli/doctor.py",
     "realhf/cpu/host_group.py",
@@ -203,5 +207,5 @@ def test_no_other_module_opens_or_decodes_a_file_by_itself():
     texts = {file: text for file, text in texts.items() if not re.match(r"realhf/rewards/(?!server|sources)", file)}
     opens = {file for file, text in texts.items() if OPENS.search(text)}
     decodes = {file for file, text in texts.items() if DECODES.search(text)}
-    assert opens - MAY_OPEN == set(), "use open_regular, read_bytes or read_text of realhf.base.reading"
+    assert opens - MAY_OPEN == set(), "use open_regular, read_bytes or read_text of realhf.base.files"
     assert decodes - MAY_DECODE == set(), "use decode_json, decode_loose_json or decode_yaml of realhf.base.files"

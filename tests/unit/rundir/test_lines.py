@@ -7,8 +7,7 @@ from typing import Any, BinaryIO
 import msgspec
 import pytest
 
-from realhf.base.files import BadContentError, decode_json
-from realhf.base.reading import lines_within
+from realhf.base.files import BadContentError, decode_json, lines_within
 from realhf.rundir import lines
 from realhf.rundir.lines import Lines, Tail, append_line, evaluation_line, read_lines, step_line
 
