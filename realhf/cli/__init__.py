@@ -3,8 +3,9 @@
 import importlib
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 
 import realhf
 from realhf.base.errors import RunError, UserError
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Its exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted;
     another number if a process of the run ended by itself with it."""
     try:
-        return _carried_out(list(sys.argv[1:] if argv is None else argv))
+        return _asked(list(sys.argv[1:] if argv is None else argv))()
     except (UserError, RunError, KeyboardInterrupt, Stopped) as error:
         if argv is None and isinstance(error, KeyboardInterrupt | Stopped):
             # This process ends now: a second Ctrl-C must not turn its exit code into a signal's.
@@ -69,15 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return returncode_of(error)
 
 
-def _carried_out(words: list[str]) -> int:
-    """Carries out the command that the words ask for, or prints help; returns the exit code."""
+def _asked(words: list[str]) -> Callable[[], int]:
+    """The command that the words ask for: call it for the exit code. Help is printed here."""
     name, *rest = words or [""]
     if name == "--version":
         print(f"realhf {realhf.__version__}")
-        return 0
+        return lambda: 0
     if not name or name in (*HELP, HELP_ALL):
         print(_overview(), file=sys.stdout if name else sys.stderr)
-        return 0 if name else 2
+        return lambda: 0 if name else 2
     if name not in COMMANDS:
         meant = "".join(f"; did you mean {one}?" for one in get_close_matches(name, COMMANDS, 1))
         raise UserError(f"{name!r} is no command of realhf; choose from {', '.join(COMMANDS)}{meant}")
@@ -88,7 +89,7 @@ def _carried_out(words: list[str]) -> int:
         from realhf.cli.help import help_of  # which imports this module
 
         print(help_of(name, rest), end="")
-        return 0
+        return lambda: 0
     # A chain is parsed stage by stage (`realhf.cli.several`).
     own = rest[: rest.index(THEN)] if name == "run" and THEN in rest else rest
     command = parser(name)
@@ -96,8 +97,7 @@ def _carried_out(words: list[str]) -> int:
     if others and not command.takes_fields:
         command.error(f"unknown arguments: {' '.join(others)}")
     arguments.overrides, arguments.words, arguments.all_words = others, [name, *own], words
-    code: int = importlib.import_module(f"realhf.cli.{name}").execute(arguments)
-    return code
+    return partial(importlib.import_module(f"realhf.cli.{name}").execute, arguments)
 
 
 def _overview() -> str:

@@ -147,4 +147,12 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """JSON values as they are, and the text of any other value (a date in a parquet file)."""
-    return json.loads(json.dumps(value, default=str))
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping():
+            return {str(name): _plain(part) for name, part in value.items()}
+        case list() | tuple():
+            return [_plain(part) for part in value]
+        case _:
+            return str(value)

@@ -508,7 +508,7 @@ def problem_of_order(plan: ExecutionPlan, graph: DataflowGraph) -> str:
     if sorted(entry.call for entry in plan.order) != sorted(graph.nodes):
         return f"order must name every call once; the calls are {_names(graph.nodes)}"
     for entry in plan.order:
-        if entry.steps_back >= plan.max_steps_in_flight:
+        if not 0 <= entry.steps_back < plan.max_steps_in_flight:
             return (
                 f"order: steps_back={entry.steps_back} of {entry.call} must be from 0 to "
                 f"{plan.max_steps_in_flight - 1}, since max_steps_in_flight={plan.max_steps_in_flight}"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 from realhf.architecture.compute import MODES, Mode, ModeRules, modes_in, modes_text
@@ -124,7 +125,7 @@ def problem_of(
 def choose(
     problem: OsdpProblem, options: OsdpOptions, batch_size: int | None, group: dist.ProcessGroup | None
 ) -> ModulePlan:
-    """The plan of all ranks: rank 0's.
+    """The plan of all ranks: rank 0's, which others get as numbers.
 
     Raises:
         UserError: nothing fits, with the smallest memory that would do; or `options.modes` cannot be.
@@ -157,19 +158,36 @@ def joined(plan: OsdpPlan) -> OsdpPlan:
 
 
 def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.ProcessGroup) -> OsdpPlan:
-    """The solution of rank 0 of the group, or its UserError, on every rank."""
-    found: list[OsdpPlan | UserError | None] = [None]
+    """The solution of rank 0 of the group, sent as one vector of numbers: problem, batch, bound, and all counts."""
+    cells = len(problems[0].operators) * len(problems[0].modes)
+    if group.size() == 1:
+        return solve(problems, batches)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    numbers = torch.zeros(5 + cells, dtype=torch.float64, device=device)
     if group.rank() == 0:
         try:
-            found = [solve(problems, batches)]
-        except UserError as error:
-            found = [error]
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    [plan] = found
-    if not isinstance(plan, OsdpPlan):
-        assert plan is not None, "rank 0 has sent nothing"
-        raise plan
-    return plan
+            plan = solve(problems, batches)
+        except UserError:
+            dist.broadcast(numbers, group=group, group_src=0)  # zeros: nothing fits
+            raise
+        counts = [count for row in plan.slices for count in row]
+        head = [problems.index(plan.problem), plan.batch, plan.lower_bound_s, float(plan.proven), plan.search_s]
+        numbers.copy_(torch.tensor([*head, *counts], dtype=torch.float64))
+        dist.broadcast(numbers, group=group, group_src=0)
+        return plan
+    dist.broadcast(numbers, group=group, group_src=0)
+    if not numbers[1]:
+        solve(problems, batches)  # raises what rank 0 has
+    index, batch, lower_bound_s, proven, search_s, *counts = numbers.tolist()
+    problem, modes = problems[int(index)], len(problems[0].modes)
+    return OsdpPlan(
+        problem=problem,
+        batch=int(batch),
+        slices=tuple(tuple(map(int, counts[i * modes : (i + 1) * modes])) for i in range(len(problem.operators))),
+        lower_bound_s=lower_bound_s,
+        proven=bool(proven),
+        search_s=search_s,
+    )
 
 
 def _given(

@@ -1,9 +1,9 @@
 """`realhf.osdp`: a torch module trained with operator-sharded data parallelism (OSDP, IJCAI 2023)."""
 
+import zlib
+from collections import Counter
 from dataclasses import replace
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,6 @@ from realhf.wrapping.trained import OsdpModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-T = TypeVar("T")
 
 
 def osdp(
@@ -76,7 +74,7 @@ def osdp(
     optimizer = optimizer_costs(optimizer_factory, dtype, device, share)
     sample = sample_costs(model, example, samples)
     if group is not None:
-        sample, optimizer = _agreed(sample, optimizer, group)
+        sample, optimizer = _agreed(sample, optimizer, model, group)
     costs = measure_collectives(group, device, dtype)
     handling_s = handling_seconds(group, device, dtype, costs)
     links = Links(num_devices=device_mesh.size(), measured=costs, handling_s=handling_s)
@@ -120,34 +118,39 @@ def _make_equal(model: nn.Module, group: dist.ProcessGroup) -> None:
     Raises:
         UserError: ranks have different models.
     """
-    shapes = [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
-    if any(other != shapes for other in _of_all_ranks(shapes, group)):
+    tensors = [*model.parameters(), *model.buffers()]
+    shapes = ",".join(f"{name}{tuple(p.shape)}{p.requires_grad}" for name, p in model.named_parameters())
+    digest = float(zlib.crc32(shapes.encode()))
+    ends = torch.tensor([digest, -digest], dtype=torch.float64, device=tensors[0].device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    if ends.sum() != 0:
         raise UserError("the model has other parameters on other ranks; make the same model on all of them")
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in tensors:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def _agreed(
-    sample: SampleCosts, optimizer: OptimizerCosts, group: dist.ProcessGroup
+    sample: SampleCosts, optimizer: OptimizerCosts, model: nn.Module, group: dist.ProcessGroup
 ) -> tuple[SampleCosts, OptimizerCosts]:
     """The largest of all ranks' numbers, on every rank."""
-    samples, optimizers = zip(*_of_all_ranks((sample, optimizer), group), strict=True)
+    paths = [path for path, _ in model.named_modules()]
+    names = [name for name, _ in model.named_parameters()]
+    numbers = [
+        *(sample.bytes_per_sample, sample.seconds_per_sample),
+        *(optimizer.state_bytes, optimizer.update_s, optimizer.accumulate_s),
+        *(sample.uses[path] for path in paths),
+        *(float(name in sample.used_elsewhere) for name in names),
+    ]
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=next(model.parameters()).device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    size, seconds, state_bytes, update_s, accumulate_s, *others = tensor.tolist()
+    uses, elsewhere = others[: len(paths)], others[len(paths) :]
     return (
         SampleCosts(
-            bytes_per_sample=max(each.bytes_per_sample for each in samples),
-            seconds_per_sample=max(each.seconds_per_sample for each in samples),
-            uses=reduce(or_, (each.uses for each in samples)),
-            used_elsewhere=frozenset().union(*(each.used_elsewhere for each in samples)),
+            bytes_per_sample=int(size),
+            seconds_per_sample=seconds,
+            uses=Counter({path: int(count) for path, count in zip(paths, uses, strict=True)}),
+            used_elsewhere=frozenset(name for name, is_one in zip(names, elsewhere, strict=True) if is_one),
         ),
-        OptimizerCosts(
-            state_bytes=max(each.state_bytes for each in optimizers),
-            update_s=max(each.update_s for each in optimizers),
-            accumulate_s=max(each.accumulate_s for each in optimizers),
-        ),
+        OptimizerCosts(state_bytes=state_bytes, update_s=update_s, accumulate_s=accumulate_s),
     )
-
-
-def _of_all_ranks(value: T, group: dist.ProcessGroup) -> list[T]:
-    found = [value] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found

@@ -72,6 +72,6 @@ def test_training_goes_on_with_the_optimizer_under_another_layout(tmp_path: Path
     expected = whole.parameters("sft", model)
     assert (continued.parameters("sft", model) - expected).abs().max() < 1e-9
     reader = CheckpointReader(continued.path / "checkpoints/latest/sft")
-    assert reader.metadata[STEPS_KEY] == 4
+    assert reader.index.metadata[STEPS_KEY] == 4
     names = {spec.name for spec in decoder_parameters(model)}
     assert set(reader.names()) == names | {f"{name}@{kind}" for name in names for kind in ("exp_avg", "exp_avg_sq")}

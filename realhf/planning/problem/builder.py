@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from realhf.dataflow.copies import running_beside, takers_of, with_copies
+from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.planning.options import Option
 from realhf.planning.problem.native import reallocation_table
 from realhf.planning.problem.option_rows import Numbering, OptionRows
-from realhf.planning.problem.tables import CallTable, KeptCopy, Problem
+from realhf.planning.problem.tables import CallTable, KeptCopy, Parents, Problem
 from realhf.planning.problem.transfers import ParameterTransfers, ReallocationTable, beside_table, data_transfer
 from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
@@ -64,17 +65,8 @@ def build_problem(
             own.append(parameters.reallocation(call, home, loads[call.name]))
         transfers += own
         versions = [(edge.parent, edge.steps_back) for edge in edges if edge.kind != "data"]
-        calls.append(
-            CallTable(
-                name=call.name,
-                model=call.model_name,
-                trains=call.trains,
-                home=home,
-                parents=[*versions, *loads[call.name], *((transfer.name, 0) for transfer in own)],
-                options=rows.rows(call),
-                spared=list(rows.spared(call)),
-            )
-        )
+        waits = [*versions, *loads[call.name], *((transfer.name, 0) for transfer in own)]
+        calls.append(_call_table(rows, call, home, waits))
     return Problem(
         num_devices=task.cluster.num_devices,
         devices_per_node=task.cluster.devices_per_node,
@@ -86,6 +78,18 @@ def build_problem(
         communicator_bytes=task.costs.hardware.communicator_bytes,
         sending_bytes=_sending_bytes(task),
         kept=[_kept(numbers, source) for source in dict.fromkeys(numbers.copies.values())],
+    )
+
+
+def _call_table(rows: OptionRows, call: ModelFunctionCallDef, home: str, parents: Parents) -> CallTable:
+    return CallTable(
+        name=call.name,
+        model=call.model_name,
+        trains=call.trains,
+        home=home,
+        parents=parents,
+        options=rows.rows(call),
+        spared=list(rows.spared(call)),
     )
 
 
