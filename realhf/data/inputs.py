@@ -87,18 +87,17 @@ def inputs_of(run: Run) -> dict[str, Files]:
 
 def _read(run: Run) -> Iterator[tuple[str, list[Path], Callable[[Path], str]]]:
     sets = [("data set", run.experiment.dataset)]
-    sets += [("evaluation's data set", run.evaluation.dataset)] if run.evaluation else []
+    sets += [("evaluation's data set", run.experiment.evaluation.dataset)] if run.experiment.evaluation else []
     for what, dataset in sets:
         assert isinstance(dataset, TextDataset | MergedDataset), "workers read no other"
         for part in dataset.parts:
             yield what, data_files(part.path), known_digest
             yield f"tokenizer of the {what}", tokenizer_files(part.tokenizer, part.chat_template), known_digest
-    graphs = [run.graph, *([run.evaluation_graph] if run.evaluation_graph else [])]
-    for graph in graphs:
+    for graph in run.graphs.values():
         for call in graph.calls.values():
             if call.interface_impl.read_files:
                 yield f"code of {call.name}", list(map(Path, call.interface_impl.read_files)), known_digest
-    for name, setup in run.models.items():
+    for name, setup in run.experiment.setups.items():
         if setup.checkpoint is not None and not (run.spec.resume_step and name in run.changing_models):
             yield f"checkpoint of model {name}", checkpoint_files(setup.checkpoint), partial(known_digest, sampled=True)
     if run.spec.replay:

@@ -9,6 +9,8 @@ from realhf.data.merged import MergedDataset
 from realhf.data.row_order import row_of
 from realhf.data.text_dataset import TextDataset
 from realhf.data.tokenizer import Tokens
+from realhf.rundir.run import Run
+from realhf.transport.messages import Split
 
 # More steps than most runs have in flight; rows of other steps are tokenised again.
 _KEPT_STEPS = 4
@@ -100,3 +102,11 @@ class DatasetRows:
     def _place(self, row: int) -> int:
         """The row of the file."""
         return row if self._kept is None else int(self._kept[row])
+
+
+def rows_of(run: Run, split: Split) -> DatasetRows:
+    """The rows of a run's data set of this split. Raises UserError where its file cannot be read."""
+    data = run.experiment.evaluation if split == "evaluation" else run.experiment
+    assert data is not None, "there is no evaluation"
+    seed = run.experiment.seed if split == "train" else None
+    return DatasetRows(data.dataset, seed, run.batch_size(split), run.graphs[split].samples_per_prompt)

@@ -94,7 +94,7 @@ def job_of(run: Run, directory: RunDirectory, *, is_remote: bool) -> Job:
         directory=directory,
         processes=processes_of(directory, run.spec.num_workers, threads, is_remote=is_remote),
         workers_per_node=run.spec.devices_per_node,
-        nodelist=run.settings.nodelist,
+        nodelist=run.experiment.settings.nodelist,
         avoided=frozenset(run.spec.avoided),
         again=python_command("realhf.lifecycle.again", str(directory.path)),
         takes_notice=True,

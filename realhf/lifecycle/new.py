@@ -111,21 +111,20 @@ def check_run(run: Run, request: RunRequest) -> None:
         )
     check_trackers(run.spec)
     with_gpus = not request.cpu_only if request.launcher.is_remote else count_gpus() > 0
-    for name, setup in run.models.items():
+    for name, setup in run.experiment.setups.items():
         home = run.homes[name]
         if setup.backend == "megatron" and setup.optimizer is not None:
-            check_megatron(run.graph.models[name], home.strategy, "cuda" if with_gpus else "cpu")
+            check_megatron(run.experiment.graph.models[name], home.strategy, "cuda" if with_gpus else "cpu")
         data_parallel = run.computations[name].data_parallel
-        shard_boxes(run.graph.models[name], home, home.mesh.first, data_parallel)  # may be impossible
+        shard_boxes(run.experiment.graph.models[name], home, home.mesh.first, data_parallel)  # may be impossible
         if setup.checkpoint is not None:  # one that does not fit is found now
-            check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
+            check_checkpoint(setup.checkpoint, run.experiment.graph.models[name], setup.new_head)
     _ = run.initial_steps  # raises if a checkpoint lacks optimizer states
-    if run.evaluation:
-        assert run.evaluation_graph
-        extent = run.evaluation.dataset.check()
-        check_fit(run.evaluation_graph, extent)
-        if extent.rows < run.evaluation_graph.rows_per_step(run.evaluation.batch_size):
-            size, each = run.evaluation.batch_size, _per_prompt(run.evaluation_graph)
+    if evaluation := run.experiment.evaluation:
+        graph, extent, size = run.graphs["evaluation"], evaluation.dataset.check(), evaluation.batch_size
+        check_fit(graph, extent)
+        if extent.rows < graph.rows_per_step(size):
+            each = _per_prompt(graph)
             raise UserError(
                 f"the evaluation's batch_size={size}{each} is more than its {extent.rows} rows; lower it, or add rows"
             )
@@ -133,7 +132,8 @@ def check_run(run: Run, request: RunRequest) -> None:
         folder = Path(run.spec.replay)
         if not folder.is_dir():
             raise UserError(f"--replay {folder}: no such folder; give RUN_DIR/rollouts of a run with --record")
-        check_replay(run.graph, folder, range(run.spec.resume_step, run.experiment.steps), run.settings.batch_size)
+        steps = range(run.spec.resume_step, run.experiment.steps)
+        check_replay(run.experiment.graph, folder, steps, run.batch_size("train"))
 
 
 def _check_recovery(run: Run, request: RunRequest) -> None:
@@ -157,16 +157,16 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
                 f"--fallback-plan {path} says staleness={plan.staleness} and the run's plan {run.plan.staleness}; make "
                 "one with the same, whose models the run's checkpoints have"
             )
-        check_given(plan, run.experiment, run.graph, run.settings.batch_size, workers)
+        check_given(plan, run.experiment, run.experiment.graph, run.batch_size("train"), workers)
 
 
 def data_lines(run: Run) -> list[str]:
     """Descriptions of the data for training and evaluation."""
     said: list[str] = [run.experiment.dataset.describe()]
-    if run.evaluation:
-        assert run.evaluation_graph
-        said.append(run.evaluation.dataset.describe())
-        rows, size = run.evaluation.dataset.check().rows, run.evaluation_graph.rows_per_step(run.evaluation.batch_size)
+    if evaluation := run.experiment.evaluation:
+        said.append(evaluation.dataset.describe())
+        rows = evaluation.dataset.check().rows
+        size = run.graphs["evaluation"].rows_per_step(evaluation.batch_size)
         if rows % size:
             said.append(f"the evaluation takes the first {rows - rows % size} rows, which fill its batches of {size}")
     return said

@@ -125,7 +125,7 @@ def _as_stale(wanted: PlanRequest, staleness: int) -> PlanRequest:
 
 def _check_state(run: Run, state: RunState, directory: RunDirectory) -> None:
     """Checks what fields do not tell: the batch size of `@auto`, and the models that the experiment's code makes."""
-    batch_size = run.settings.batch_size
+    batch_size = run.experiment.settings.batch_size
     if state.samples != state.step * batch_size:
         raise UserError(
             f"the run has read {state.samples} samples in {state.step} steps, which is no batch_size={batch_size}; "
@@ -138,4 +138,4 @@ def _check_state(run: Run, state: RunState, directory: RunDirectory) -> None:
         )
     for model in run.changing_models:
         checkpoint = step_folder(directory.checkpoints, state.step) / model
-        check_architecture(read_index(checkpoint), checkpoint, run.graph.models[model])
+        check_architecture(read_index(checkpoint), checkpoint, run.experiment.graph.models[model])

@@ -55,8 +55,8 @@ def keep_tokenizer(run: Run, directory: RunDirectory) -> None:
 def _model_folders(run: Run) -> Iterator[Path]:
     """Where the files of the trained language models lie, or of the run that they come from."""
     for name in run.changing_models:
-        checkpoint = run.models[name].checkpoint
-        if checkpoint is None or not run.optimizer_steps(name) or run.graph.models[name].head != "lm":
+        checkpoint = run.experiment.setups[name].checkpoint
+        if checkpoint is None or not run.optimizer_steps(name) or run.experiment.graph.models[name].head != "lm":
             continue
         path = Path(checkpoint).absolute()
         yield path if is_hugging_face(path) or len(path.parents) < 3 else RunDirectory(path.parents[2]).tokenizer

@@ -11,7 +11,7 @@ from msgspec.structs import asdict, replace
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import writing_a_run
 from realhf.data.inputs import check_inputs
-from realhf.data.rows import DatasetRows
+from realhf.data.rows import DatasetRows, rows_of
 from realhf.dataflow.copies import with_copies
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.master.clocks import WorkerClocks
@@ -232,27 +232,23 @@ class Master:
 
     @cached_property
     def _rows(self) -> DatasetRows:
-        run = self._run
-        return DatasetRows(
-            run.experiment.dataset, run.experiment.seed, run.settings.batch_size, run.graph.samples_per_prompt
-        )
+        return rows_of(self._run, "train")
 
     async def _train(self, first: int, last: int) -> None:
-        run = self._run
-        calls = {name: run.training_plan(call) for name, call in run.graph.calls.items()}
+        run, graph = self._run, self._run.experiment.graph
+        calls = {name: run.call_plan("train", call) for name, call in graph.calls.items()}
         planned = PlannedGraph(
             "train",
-            with_copies(run.graph, run.plan.copies),
+            with_copies(graph, run.plan.copies),
             calls,
             run.homes,
-            run.settings.batch_size,
+            run.batch_size("train"),
             self._rows,
             run.plan.offload,
             devices_per_node=run.spec.devices_per_node,
         )
-        steps = [(name, first + step) for name, step in run.plan.unrolled(run.graph, last - first)]
-        follows = run.graph.follows
-        order = [(name, step) for name, step in steps if name not in follows or follows[name].is_due(step)]
+        steps = [(name, first + step) for name, step in run.plan.unrolled(graph, last - first)]
+        order = [(name, step) for name, step in steps if name not in graph.follows or graph.follows[name].is_due(step)]
         await self._dispatcher.run_steps(planned, order, run.plan.max_steps_in_flight, self._record_step)
 
     def _record_step(self, step: int, records: list[CallRecord]) -> None:
@@ -261,7 +257,7 @@ class Master:
         self._previous_end = max(record.end for record in records)
         metrics |= {"num_workers": self._num_workers, "plan": self._plan_digest}
         for record in records:
-            if record.node.call in self._run.graph.calls:
+            if record.node.call in self._run.experiment.graph.calls:
                 reply = next(iter(record.replies.values()))  # it is of all workers
                 metrics["calls"][record.node.call]["weights_version"] = reply.weights_version
         append_line(self._directory.metrics, metrics)
@@ -300,15 +296,15 @@ class Master:
             )
 
     async def _evaluate(self, step: int) -> None:
-        run, evaluation, graph = self._run, self._run.evaluation, self._run.evaluation_graph
-        if evaluation is None or graph is None:
+        run, graph = self._run, self._run.graphs.get("evaluation")
+        if graph is None:
             return
         self._recorder.set(f"evaluation after step {step}")
-        calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
-        rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size, graph.samples_per_prompt)
+        calls = {name: run.call_plan("evaluation", call) for name, call in graph.calls.items()}
+        rows = rows_of(run, "evaluation")
         planned = PlannedGraph(
-            "evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload,
-            versions=lambda model, _: run.graph.weights_version(model, step),
+            "evaluation", graph, calls, run.homes, rows.batch_size, rows, run.plan.offload,
+            versions=lambda model, _: run.experiment.graph.weights_version(model, step),
             devices_per_node=run.spec.devices_per_node,
         )  # fmt: skip
         batches = rows.num_rows // rows.rows_per_step

@@ -149,7 +149,8 @@ class Saver:
             metadata = {"step": state.step, "seed": state.seed}
             if model in state.optimizer_steps:
                 metadata[STEPS_KEY] = state.optimizer_steps[model]
-            finish(staging / model, run.graph.models[model], run.models[model].dtype, owners, metadata)
+            architecture, dtype = run.experiment.graph.models[model], run.experiment.setups[model].dtype
+            finish(staging / model, architecture, dtype, owners, metadata)
         target = step_folder(self._directory.checkpoints, state.step)
         checkpoints.complete(staging, target, state, list(self._owners))
         note(self._directory.events, "checkpoint", state.step)
@@ -160,7 +161,7 @@ class Saver:
         return RunState(
             step=step,
             seed=run.experiment.seed,
-            samples=step * run.settings.batch_size,
+            samples=step * run.batch_size("train"),
             num_workers=run.spec.num_workers,
             plan_sha256=plan_digest(run.plan),
             optimizer_steps={
@@ -181,12 +182,12 @@ class Saver:
         run = self._run
         return {
             model: state_owners(
-                run.graph.models[model],
+                run.experiment.graph.models[model],
                 run.homes[model],
-                run.models[model].dtype,
+                run.experiment.setups[model].dtype,
                 run.computations[model].data_parallel,
                 with_optimizer=run.optimizer_steps(model) > 0,
-                versions=run.graph.versions_kept(model),
+                versions=run.experiment.graph.versions_kept(model),
             )
             for model in run.changing_models
         }

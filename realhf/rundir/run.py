@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from realhf.api.computation import computation_of
-from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation, ModelSetup
+from realhf.api.experiment import SETTINGS_ATTRIBUTE
 from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.compute import Computation
 from realhf.base.code_files import load_code_file
@@ -25,6 +25,7 @@ from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.planning.model.hardware import Hardware
+from realhf.transport.messages import Split
 
 T = TypeVar("T")
 
@@ -208,36 +209,31 @@ class Run:
     experiment: ResolvedExperiment
     plan: ExecutionPlan
 
-    @property
-    def settings(self) -> AutoSettings:
-        return self.experiment.settings
+    @cached_property
+    def graphs(self) -> dict[Split, DataflowGraph]:
+        """The graph of training, and that of evaluation where there is one."""
+        graphs: dict[Split, DataflowGraph] = {"train": self.experiment.graph}
+        if self.experiment.evaluation_graph:
+            graphs["evaluation"] = self.experiment.evaluation_graph
+        return graphs
 
-    @property
-    def graph(self) -> DataflowGraph:
-        return self.experiment.graph
-
-    @property
-    def models(self) -> dict[str, ModelSetup]:
-        return self.experiment.setups
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        return self.experiment.evaluation
-
-    @property
-    def evaluation_graph(self) -> DataflowGraph | None:
-        return self.experiment.evaluation_graph
+    def batch_size(self, split: Split) -> int:
+        """Samples of a step, or of a batch of the evaluation."""
+        evaluation = self.experiment.evaluation if split == "evaluation" else None
+        return evaluation.batch_size if evaluation else self.experiment.settings.batch_size
 
     @cached_property
     def homes(self) -> dict[str, Layout]:
         """The layout in which each model's parameters live between calls."""
-        return {model: self.plan.layout(self.plan.home(self.graph, model)) for model in self.graph.models}
+        graph = self.experiment.graph
+        return {model: self.plan.layout(self.plan.home(graph, model)) for model in graph.models}
 
     @cached_property
     def computations(self) -> dict[str, Computation]:
         """By name how each model is computed in its home. Raises UserError where plan and experiment contradict."""
-        homes = {model: self.plan.calls[self.plan.home(self.graph, model)] for model in self.graph.models}
-        return {name: computation_of(name, setup, homes[name].compute) for name, setup in self.models.items()}
+        graph, plan = self.experiment.graph, self.plan
+        setups = self.experiment.setups.items()
+        return {name: computation_of(name, setup, plan.calls[plan.home(graph, name)].compute) for name, setup in setups}
 
     def placement(self, model: str) -> Placement:
         """Where a model's parameters lie between calls."""
@@ -247,11 +243,11 @@ class Run:
     def initial_steps(self) -> dict[str, int]:
         """By model the optimizer steps that it starts with. Reads checkpoints once; they may go after that. Raises
         UserError if one has no optimizer states."""
-        return {name: initial_optimizer_steps(setup) for name, setup in self.models.items()}
+        return {name: initial_optimizer_steps(setup) for name, setup in self.experiment.setups.items()}
 
     def optimizer_steps(self, model: str) -> int:
         """Optimizer steps of a model in each step of the run; 0: it is not trained."""
-        return sum(call.optimizer_steps for call in self.graph.calls_of(model))
+        return sum(call.optimizer_steps for call in self.experiment.graph.calls_of(model))
 
     @cached_property
     def deadlines(self) -> Deadlines:
@@ -270,54 +266,50 @@ class Run:
     @property
     def changing_models(self) -> list[str]:
         """The models whose parameters change: those that are trained, and those that follow one."""
-        return [name for name in self.graph.models if self.optimizer_steps(name) or self.models[name].follows]
+        graph, setups = self.experiment.graph, self.experiment.setups
+        return [name for name in graph.models if self.optimizer_steps(name) or setups[name].follows]
 
-    def training_plan(self, call: ModelFunctionCallDef) -> CallPlan:
-        """How a call of the training graph runs, one beside the devices too."""
-        return self.plan.of_call(self.graph, call.name, self.settings.batch_size)
-
-    def evaluation_plan(self, call: ModelFunctionCallDef) -> CallPlan:
-        """How an evaluation call runs: as its twin in training, in one micro-batch; generation without chunks. One
-        beside the devices has the rule of those in training."""
+    def call_plan(self, split: Split, call: ModelFunctionCallDef) -> CallPlan:
+        """How a call runs, one beside the devices too. In evaluation it runs as its twin in training, in one
+        micro-batch; generation without chunks."""
+        if split == "train":
+            return self.plan.of_call(self.experiment.graph, call.name, self.batch_size(split))
         if call.runs_beside:
-            assert self.evaluation is not None
-            assert self.evaluation_graph is not None
-            place = self.evaluation_graph.calls[self.evaluation_graph.place_of(call.name)]
-            return beside_plan(self.evaluation_plan(place), self.evaluation.batch_size)
-        twin = self.plan.calls[evaluation_twin(self.graph, call)]
+            place = self.graphs[split].calls[self.graphs[split].place_of(call.name)]
+            return beside_plan(self.call_plan(split, place), self.batch_size(split))
+        twin = self.plan.calls[evaluation_twin(self.experiment.graph, call)]
         chunks = 1 if call.generates else twin.chunks
         return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks, copy_from=None)
 
     def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:
         """All calls of training and evaluation, and where they run."""
-        calls = [(call, self.training_plan(call).layout) for call in self.graph.calls.values()]
-        evaluation = self.evaluation_graph.calls.values() if self.evaluation_graph else ()
-        return calls + [(call, self.evaluation_plan(call).layout) for call in evaluation]
+        calls = ((split, call) for split, graph in self.graphs.items() for call in graph.calls.values())
+        return [(call, self.call_plan(split, call).layout) for split, call in calls]
 
     def check(self) -> None:
         """Raises UserError if evaluation, `record` and the plan's layouts do not fit each other, or an interface has no
         implementation. The plan itself is checked where it enters."""
-        for graph in (self.graph, self.evaluation_graph):
-            for call in graph.calls.values() if graph else ():
+        for graph in self.graphs.values():
+            for call in graph.calls.values():
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
         self._check_record()
-        if self.evaluation:
-            assert self.evaluation_graph
-            self.evaluation_graph.rows_per_step(self.evaluation.batch_size, "the evaluation's batch_size")
-            for call in self.evaluation_graph.calls.values():
-                layout = self.evaluation_plan(call).layout
+        if evaluation := self.graphs.get("evaluation"):
+            batch_size = self.batch_size("evaluation")
+            evaluation.rows_per_step(batch_size, "the evaluation's batch_size")
+            for call in evaluation.calls.values():
+                layout = self.call_plan("evaluation", call).layout
                 call.check_protocol(layout)
                 parts = call.parts(layout)
-                if self.evaluation.batch_size % parts:
+                if batch_size % parts:
                     what = "dp" if parts == layout.strategy.dp else f"parts of {call.protocol.name}"
                     raise UserError(
                         f"{call.name}: {what}={parts} does not divide the evaluation's "
-                        f"batch_size={self.evaluation.batch_size}; evaluate a number of rows that {parts} divides, in "
+                        f"batch_size={batch_size}; evaluate a number of rows that {parts} divides, in "
                         "batches that it divides (eval_batch_size), or give a plan with other layouts"
                     )
 
     def _check_record(self) -> None:
-        calls = self.graph.calls.values()
+        calls = self.experiment.graph.calls.values()
         made = {key for call in calls for key in (*call.output_data, *call.interface_impl.recordable)}
         known = sorted({*made, WEIGHTS_VERSION})
         for key in self.spec.record:

@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from realhf.base.files import decode_json
 from realhf.rundir.lines import Step, append_line, read_lines, read_spread
-
-Split = Literal["train", "evaluation"]
+from realhf.transport.messages import Split
 
 # A reader wants the newest samples, and a few earlier ones to compare.
 TAIL_BYTES = 2**20

@@ -21,7 +21,7 @@ def fill(model: EngineModel, run: Run, name: str, checkpoints: Path) -> None:
     Raises:
         UserError: a checkpoint is of another architecture, or damaged.
     """
-    setup = run.models[name]
+    setup = run.experiment.setups[name]
     if run.spec.resume_step and name in run.changing_models:
         saved = CheckpointReader(step_folder(checkpoints, run.spec.resume_step) / name)
         if model.trains:
@@ -38,7 +38,7 @@ def fill(model: EngineModel, run: Run, name: str, checkpoints: Path) -> None:
         if setup.checkpoint is None or setup.new_head:
             model.initialise(run.experiment.seed)
         if setup.checkpoint is not None:
-            reader = open_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
+            reader = open_checkpoint(setup.checkpoint, run.experiment.graph.models[name], setup.new_head)
             _read(model, reader, without=HEAD_PARAMETERS if setup.new_head else ())
         model.residency.fill_versions()
 

@@ -12,8 +12,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from realhf.data.rows import DatasetRows
-from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
+from realhf.data.rows import rows_of
+from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelInterfaceType
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch
 from realhf.geometry.layout import Layout
@@ -81,16 +81,8 @@ class ModelWorker:
         self._groups = GroupTable(
             layouts, rank, self._timeout_s, sharing_ranks(calls), waits, sharing_ranks(calls, beside=True)
         )
-        self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
-        dataset, seed = run.experiment.dataset, run.experiment.seed
-        self._readers: dict[Split, DatasetRows] = {
-            "train": DatasetRows(dataset, seed, run.settings.batch_size, run.graph.samples_per_prompt)
-        }
-        if run.evaluation and run.evaluation_graph:
-            self._graphs["evaluation"] = run.evaluation_graph
-            self._readers["evaluation"] = DatasetRows(
-                run.evaluation.dataset, None, run.evaluation.batch_size, run.evaluation_graph.samples_per_prompt
-            )
+        self._graphs = run.graphs
+        self._readers = {split: rows_of(run, split) for split in run.graphs}
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
         self._reading = threading.Lock()  # guards the data sets: calls, and calls beside the devices, read them
@@ -106,7 +98,8 @@ class ModelWorker:
                 if name in run.plan.offload:
                     self._models[name, home].residency.offload()  # before the next one is built
         self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
-        longest_s = (len(run.graph.calls) + 1) * self._timeout_s  # others may have a step's calls before theirs
+        # Others may have a step's calls before theirs.
+        longest_s = (len(run.experiment.graph.calls) + 1) * self._timeout_s
         self._move_thread = MoveThread(channels, self._moves.carry_out, device, longest_s)
         self._beside = BesideThread(channels)
 
@@ -175,18 +168,17 @@ class ModelWorker:
         run, loaded = self._run, {}
         for split, graph in self._graphs.items():
             for call in graph.calls.values():
-                plan = run.training_plan(call) if split == "train" else run.evaluation_plan(call)
-                if self._rank in plan.layout.mesh.devices:
+                if self._rank in run.call_plan(split, call).layout.mesh.devices:
                     self._set_activity(f"setup: interface of {call.name}")
                     loaded[split, call.name] = load_interface(call)
         return loaded
 
     def _build_home(self, name: str, home: Layout) -> EngineModel:
-        run, setup, computation = self._run, self._run.models[name], self._run.computations[name]
+        run, setup, computation = self._run, self._run.experiment.setups[name], self._run.computations[name]
         steps = run.experiment.steps * run.optimizer_steps(name)
-        oldest = run.graph.weights_version(name, run.spec.resume_step)
+        oldest = run.experiment.graph.weights_version(name, run.spec.resume_step)
         spec = ModelSpec(
-            run.graph.models[name],
+            run.experiment.graph.models[name],
             self._groups.groups(home),
             getattr(torch, setup.dtype),
             self._device,
@@ -194,7 +186,7 @@ class ModelWorker:
             total_optimizer_steps=run.initial_steps[name] + steps,
             compute=computation,
             timeout_s=self._timeout_s,
-            versions=range(oldest, oldest + run.graph.versions_kept(name)),
+            versions=range(oldest, oldest + run.experiment.graph.versions_kept(name)),
         )
         model = build_model(setup.backend, spec)
         fill(model, run, name, self._directory.checkpoints)
@@ -338,7 +330,7 @@ class ModelWorker:
         return {key: describe(ids, outputs[key]) for key in definition.output_data}
 
     def _trainings(self, model: str) -> list[ModelFunctionCallDef]:
-        return [call for call in self._run.graph.calls_of(model) if call.trains]
+        return [call for call in self._run.experiment.graph.calls_of(model) if call.trains]
 
     def _steps_through(self, call: ModelFunctionCallDef, step: int) -> int:
         """Optimizer steps of the call's model, from its first one to the last of the call in `step`."""

@@ -63,9 +63,9 @@ class ParameterMoves:
             if (name, layout) not in self._uses:  # else the other thread may be about to free it, before it allocates
                 copy.residency.allocate()
             return
-        setup = self._run.models[name]
+        setup, architecture = self._run.experiment.setups[name], self._run.experiment.graph.models[name]
         dtype, groups = getattr(torch, setup.dtype), self._groups.groups(layout)
-        spec = ModelSpec(self._run.graph.models[name], groups, dtype, self._device, timeout_s=self._timeout_s)
+        spec = ModelSpec(architecture, groups, dtype, self._device, timeout_s=self._timeout_s)
         self._models[name, layout] = build_model(setup.backend, spec)
 
     def carry_out(self, move: Move) -> None:
@@ -113,11 +113,11 @@ class ParameterMoves:
         home, source, target = (self._models.get((name, at)) for at in (run.homes[name], from_layout, layout))
         is_home = from_layout == run.homes[name]
         plan = plan_between(
-            run.graph.models[name],
+            run.experiment.graph.models[name],
             run.placement(name) if is_home else Placement(from_layout),
             Placement(layout),
             run.spec.devices_per_node,
-            element_bytes=getattr(torch, run.models[name].dtype).itemsize,
+            element_bytes=getattr(torch, run.experiment.setups[name].dtype).itemsize,
         )
         carrier = self._carrier(from_layout, layout)
         takers = takers_of(run.plan.copies, move.call) if trains else []
@@ -158,13 +158,13 @@ class ParameterMoves:
             del self._uses[name, layout]  # at last: see `prepare`
 
     def _follow(self, name: str, step: int) -> None:
-        run, node = self._run, self._run.graph.follows[name]
+        run, node = self._run, self._run.experiment.graph.follows[name]
         source, target = (self._models.get((model, run.homes[model])) for model in (node.source, node.target))
         plan = plan_between(
-            run.graph.models[node.target],
+            run.experiment.graph.models[node.target],
             *(run.placement(name) for name in (node.source, node.target)),
             run.spec.devices_per_node,
-            element_bytes=getattr(torch, run.models[node.target].dtype).itemsize,
+            element_bytes=getattr(torch, run.experiment.setups[node.target].dtype).itemsize,
             forwarding=False,  # a device would send on its average
         )
         if target:
@@ -217,4 +217,4 @@ def _boxes(model: EngineModel | None, version: int | None = None) -> Boxes:
 
 def _moves_anything(run: Run) -> bool:
     calls = ((call, layout) for call, layout in run.calls_with_layouts() if not call.runs_beside)
-    return bool(run.graph.follows) or any(layout != run.homes[call.model_name] for call, layout in calls)
+    return bool(run.experiment.graph.follows) or any(layout != run.homes[call.model_name] for call, layout in calls)

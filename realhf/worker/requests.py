@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.geometry.layout import Layout
 from realhf.rundir.run import Run
 from realhf.transport.messages import (
     BatchKey,
@@ -15,7 +13,6 @@ from realhf.transport.messages import (
     Reallocate,
     Release,
     SaveCheckpoint,
-    Split,
     ToWorker,
     Transfer,
 )
@@ -26,40 +23,42 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
 
     The master of the run never sends such a request. Whether one comes at the right time is not looked at.
     """
-    return _not_planned(request, run, checkpoints) or _no_batch(run, getattr(request, "batch", None))
+    return _no_batch(run, getattr(request, "batch", None)) or _not_planned(request, run, checkpoints)
 
 
 def _not_planned(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
     match request:
         case CallFunction(call=call, batch=batch, layout=layout):
-            definition = _call(run, batch.split, call)
-            if definition is None or layout != _layout(run, batch.split, definition):
+            definition = run.graphs[batch.split].calls.get(call)
+            if definition is None or layout != run.call_plan(batch.split, definition).layout:
                 return f"a call {call} in a layout that the plan does not have"
-            size = _batch_size(run, batch.split)
+            size = run.batch_size(batch.split)
             if request.micro_batches < 1 or any(i >= size for ids in request.mini_batches for i in ids):
                 return f"a call {call} of samples that {batch} does not have"
-        case PrepareMove(name=name, model=model, layout=layout) if name in run.graph.follows:
-            if (model, layout) != (run.graph.follows[name].target, run.homes[run.graph.follows[name].target]):
+        case PrepareMove(name=name, model=model, layout=layout) if name in run.experiment.graph.follows:
+            target = run.experiment.graph.follows[name].target
+            if (model, layout) != (target, run.homes[target]):
                 return f"to prepare for {name} otherwise than the plan has it"
         case Reallocate(call=call, batch=batch) | PrepareMove(name=call, batch=batch):
             model, layout = request.model, request.layout
-            definition = _call(run, batch.split, call)
-            if definition is None or (model, layout) != (definition.model_name, _layout(run, batch.split, definition)):
+            definition = run.graphs[batch.split].calls.get(call)
+            planned = definition and (definition.model_name, run.call_plan(batch.split, definition).layout)
+            if (model, layout) != planned:
                 return f"a reallocation for {call} that the plan does not have"
             if batch.split == "train" and run.plan.takes_over(call):
                 return f"a reallocation for {call}, which takes over the copy of another call"
         case Release(model=model, layout=layout):
             if not any(
-                (model, layout) == (call.model_name, _layout(run, split, call)) != (model, run.homes.get(model))
-                for split, call in _calls(run)
+                (model, layout) == (call.model_name, copied) != (model, run.homes.get(model))
+                for call, copied in run.calls_with_layouts()
             ):
                 return f"the release of a copy of {model} that the plan does not have"
         case Transfer(batch=batch, sends=sends, receives=receives):
-            keys = {key for split, call in _calls(run) if split == batch.split for key in call.output_data}
+            keys = {key for call in run.graphs[batch.split].calls.values() for key in call.output_data}
             ends = [(each.peer, each.key) for each in sends] + [(each.peer, each.key) for each in receives]
             if any(peer >= run.spec.num_workers or key not in keys for peer, key in ends):
                 return f"a transfer of {batch} of keys or workers that the run does not have"
-        case FollowParameters(name=name) if name not in run.graph.follows:
+        case FollowParameters(name=name) if name not in run.experiment.graph.follows:
             return f"to follow {name}, which is no such node"
         case LoadModel(model=model) | OffloadModel(model=model) if model not in run.plan.offload:
             return f"to offload {model}, against the plan"
@@ -69,27 +68,8 @@ def _not_planned(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
     return None
 
 
-def _calls(run: Run) -> list[tuple[Split, ModelFunctionCallDef]]:
-    calls: list[tuple[Split, ModelFunctionCallDef]] = [("train", call) for call in run.graph.calls.values()]
-    if run.evaluation_graph:
-        calls += [("evaluation", call) for call in run.evaluation_graph.calls.values()]
-    return calls
-
-
-def _call(run: Run, split: Split, name: str) -> ModelFunctionCallDef | None:
-    return next((call for of, call in _calls(run) if of == split and call.name == name), None)
-
-
-def _layout(run: Run, split: Split, call: ModelFunctionCallDef) -> Layout:
-    return (run.training_plan(call) if split == "train" else run.evaluation_plan(call)).layout
-
-
-def _batch_size(run: Run, split: Split) -> int:
-    return run.settings.batch_size if split == "train" or run.evaluation is None else run.evaluation.batch_size
-
-
 def _no_batch(run: Run, batch: BatchKey | None) -> str | None:
     if batch is None:
         return None
-    is_known = batch.step < run.experiment.steps if batch.split == "train" else run.evaluation is not None
+    is_known = batch.step < run.experiment.steps if batch.split == "train" else batch.split in run.graphs
     return None if is_known else f"a request of {batch}, which the run does not have"

@@ -172,7 +172,7 @@ class SharingWorker(Worker):
     def __init__(self, rank: int, table: GroupTable):
         run = run_with(1.0, every=1)
         experiment = SimpleNamespace(
-            rpcs=SHARING, dataset=SimpleNamespace(keys=("prompt",)), models={"actor": run.models["actor"]}
+            rpcs=SHARING, dataset=SimpleNamespace(keys=("prompt",)), models={"actor": run.experiment.setups["actor"]}
         )
         super().__init__(rank, Run(run.spec, ResolvedExperiment(experiment), SHARED), table)
         for model in self.models.values():  # the home

@@ -238,7 +238,7 @@ def test_checkpoints_on_the_way_take_memory(option):
 
 
 def trained_models(run):
-    return [model for name, model in run.graph.models.items() if run.optimizer_steps(name)]
+    return [model for name, model in run.experiment.graph.models.items() if run.optimizer_steps(name)]
 
 
 def test_half_a_billion_parameters_fit_a_machine_of_24_gigabytes(monkeypatch, capsys):

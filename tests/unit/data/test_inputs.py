@@ -52,16 +52,16 @@ def run(tmp_path: Path, checkpoint: Path) -> Any:
         folder.mkdir(parents=True)
         (folder / "actor_generate-0.safetensors").write_bytes(bytes([step] * 99))
     rule = SimpleNamespace(name="score", interface_impl=SimpleNamespace(read_files=(str(tmp_path / "rule.py"),)))
+    setups = {
+        "actor": ModelSetup(checkpoint=str(tmp_path / "actor"), optimizer=OptimizerConfig()),
+        "reference": ModelSetup(checkpoint=str(tmp_path / "reference")),
+    }
     return SimpleNamespace(
-        experiment=SimpleNamespace(dataset=dataset, steps=5),
+        experiment=SimpleNamespace(
+            dataset=dataset, steps=5, setups=setups, evaluation=SimpleNamespace(dataset=held_out)
+        ),
         spec=SimpleNamespace(resume_step=0, replay=str(tmp_path / "rollouts")),
-        graph=SimpleNamespace(calls={"score": rule}),
-        evaluation=SimpleNamespace(dataset=held_out),
-        evaluation_graph=SimpleNamespace(calls={}),
-        models={
-            "actor": ModelSetup(checkpoint=str(tmp_path / "actor"), optimizer=OptimizerConfig()),
-            "reference": ModelSetup(checkpoint=str(tmp_path / "reference")),
-        },
+        graphs={"train": SimpleNamespace(calls={"score": rule})},
         changing_models=["actor"],
     )
 
@@ -210,16 +210,17 @@ def test_what_a_run_reads_by_what_it_is_for(run: Any, directory: RunDirectory, t
     }
     assert list(found["data set"]) == [f"{tmp_path}/data/a.jsonl", f"{tmp_path}/data/b.jsonl"]
     assert list(found["replayed step 2"]) == [f"{tmp_path}/rollouts/step-2/actor_generate-0.safetensors"]
-    run.evaluation = run.evaluation_graph = None
+    run.experiment.evaluation = None
     run.spec.replay = ""
     small = [name for name in found if "evaluation" not in name and "replayed" not in name]
     assert list(inputs_of(run)) == small
     run.spec.resume_step = 1
     assert list(inputs_of(run)) == [name for name in small if "actor" not in name]
-    run.evaluation_graph = SimpleNamespace(calls={"judge": run.graph.calls["score"]})
-    run.evaluation_graph.calls["judge"].name = "judge"
+    score = run.graphs["train"].calls["score"]
+    run.graphs["evaluation"] = SimpleNamespace(calls={"judge": score})
+    score.name = "judge"
     assert "code of judge" in inputs_of(run)
-    run.graph.calls["score"].interface_impl.read_files = ()
+    score.interface_impl.read_files = ()
     assert "code of judge" not in inputs_of(run)
 
 

@@ -83,7 +83,8 @@ def test_the_job_of_a_run_is_what_its_specification_says(directory: RunDirectory
         "avoided": ("n3", "n5"),
         "hardware": SimpleNamespace(threads=6),
     }
-    run: Any = SimpleNamespace(spec=SimpleNamespace(**spec), settings=SimpleNamespace(nodelist="n[1-9]"))
+    experiment = SimpleNamespace(settings=SimpleNamespace(nodelist="n[1-9]"))
+    run: Any = SimpleNamespace(spec=SimpleNamespace(**spec), experiment=experiment)
     job = job_of(run, directory, is_remote=True)
     assert job == Job(
         name="realhf-my_ppo",

@@ -257,8 +257,8 @@ def test_a_run_whose_data_has_changed_is_not_restarted(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     run.experiment.source.dataset = PromptDataset(path=str(rows), tokenizer=str(tmp_path))
-    monkeypatch.setattr(Run, "graph", SimpleNamespace(calls={}, models={}))
-    monkeypatch.setattr(Run, "models", {})
+    monkeypatch.setattr(ResolvedExperiment, "graph", SimpleNamespace(calls={}, models={}))
+    monkeypatch.setattr(ResolvedExperiment, "setups", {})
     keep_inputs(run, directory)
     assert carry_out(run, directory, [1, 0], max_restarts=3) == [4]
     rows.write_text('{"prompt": "one"}\n')

@@ -22,11 +22,13 @@ def run_of(tokenizer: Path | None, checkpoint: Path | None = None, **fields: str
     dataset = SimpleNamespace(**({"tokenizer": str(tokenizer)} if tokenizer else {}), **fields)
     setup = ModelSetup(checkpoint=str(checkpoint) if checkpoint else None, optimizer=OptimizerConfig())
     return SimpleNamespace(
-        experiment=SimpleNamespace(dataset=dataset),
-        models={"actor": setup},
+        experiment=SimpleNamespace(
+            dataset=dataset,
+            setups={"actor": setup},
+            graph=SimpleNamespace(models={"actor": SimpleNamespace(head="lm")}),
+        ),
         changing_models=["actor"],
         optimizer_steps=lambda name: 1,
-        graph=SimpleNamespace(models={"actor": SimpleNamespace(head="lm")}),
     )
 
 

@@ -50,7 +50,7 @@ class Course:
         given |= {"checkpoint_every_steps": None, "checkpoint_every_minutes": None, **spec}
         evaluation = None if evaluate == () else SimpleNamespace(every_steps=evaluate)
         self.run: Any = SimpleNamespace(
-            spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=STEPS), evaluation=evaluation
+            spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=STEPS, evaluation=evaluation)
         )
         self.run.deadlines, self.run.initial_steps = Deadlines(), {}
 
@@ -96,7 +96,7 @@ class Course:
             self.story.append(f"step {step + 1}")
 
     async def _evaluate(self, step: int) -> None:
-        if self.run.evaluation and not self.master._dispatcher._ends_soon:
+        if self.run.experiment.evaluation and not self.master._dispatcher._ends_soon:
             append_line(self.directory.evaluations, {"step": step})
             self.story.append(f"evaluation {step}")
 

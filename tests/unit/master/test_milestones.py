@@ -13,7 +13,7 @@ def milestones_of(now: list[float], steps: int, **given: Any) -> Milestones:
         checkpoint_every_steps=given.get("save"), checkpoint_every_minutes=given.get("minutes"), resume_step=0
     )
     evaluation = SimpleNamespace(every_steps=given["evaluate"]) if "evaluate" in given else None
-    run: Any = SimpleNamespace(experiment=SimpleNamespace(steps=steps), spec=spec, evaluation=evaluation)
+    run: Any = SimpleNamespace(experiment=SimpleNamespace(steps=steps, evaluation=evaluation), spec=spec)
     return Milestones(run, clock=lambda: now[0])
 
 

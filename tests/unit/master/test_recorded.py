@@ -117,18 +117,18 @@ def run_of(dataset: SFTDataset | None = None, **changes: Any) -> Any:
             },
             max_steps_in_flight=2,
         ),
-        "graph": GRAPH,
-        "experiment": SimpleNamespace(steps=9, seed=5, dataset=dataset),
-        "settings": SimpleNamespace(batch_size=4),
+        "graphs": {"train": GRAPH},
+        "batch_size": lambda _: 4,
+        "experiment": SimpleNamespace(
+            graph=GRAPH, steps=9, seed=5, dataset=dataset, evaluation=changes.pop("evaluation", None)
+        ),
         "homes": {"actor": ZERO, "reference": ZERO},
-        "evaluation": None,
-        "evaluation_graph": None,
         "deadlines": Deadlines(),
         "initial_steps": {},
     }
     run = SimpleNamespace(**given | changes)
-    run.training_plan = lambda call: run.plan.of_call(run.graph, call.name, 4)
-    run.evaluation_plan = lambda call: CallPlan(devices=(1, 2), dp=2)
+    elsewhere = CallPlan(devices=(1, 2), dp=2)
+    run.call_plan = lambda split, call: run.plan.of_call(GRAPH, call.name, 4) if split == "train" else elsewhere
     return run
 
 
@@ -257,7 +257,7 @@ EVALUATION = DataflowGraph(
 def evaluated(directory: RunDirectory, dataset: SFTDataset, dispatcher: Any) -> tuple[Master, Told]:
     """The evaluation after step 6, in batches of 4: two whole ones of nine rows."""
     evaluation = SimpleNamespace(dataset=dataset, batch_size=4, every_steps=None)
-    run = run_of(dataset, evaluation=evaluation, evaluation_graph=EVALUATION)
+    run = run_of(dataset, evaluation=evaluation, graphs={"train": GRAPH, "evaluation": EVALUATION})
     master, told = master_of(run, directory)
     master._dispatcher, master._statistics = dispatcher, {"loss": 1.0, "reward": 9.0}
     asyncio.run(master._evaluate(6))

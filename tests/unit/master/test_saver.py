@@ -74,15 +74,14 @@ def play(
 ) -> RunDirectory:
     """Runs `scenario` beside the saver's own task."""
     directory = RunDirectory.create(tmp_path / "run")
+    graph = SimpleNamespace(models=dict.fromkeys(("actor", *changing), MODEL), versions_kept=lambda _: versions)
     run: Any = SimpleNamespace(
         spec=SimpleNamespace(num_workers=2, **(SPEC | spec)),
-        experiment=SimpleNamespace(seed=5, steps=9),
-        settings=SimpleNamespace(batch_size=8),
+        experiment=SimpleNamespace(seed=5, steps=9, graph=graph, setups=dict.fromkeys(("actor", *changing), setup)),
+        batch_size=lambda _: 8,
         plan=ExecutionPlan(num_devices=2, calls={}),
-        graph=SimpleNamespace(models=dict.fromkeys(("actor", *changing), MODEL), versions_kept=lambda _: versions),
         homes=dict.fromkeys(("actor", *changing), HOME),
         deadlines=Deadlines(floor_s=call_timeout_s),
-        models=dict.fromkeys(("actor", *changing), setup),
         computations=dict.fromkeys(("actor", *changing), Computation()),
         changing_models=list(changing),
         optimizer_steps=lambda model: 3 if model in trained else 0,

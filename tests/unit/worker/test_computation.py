@@ -52,7 +52,7 @@ def test_the_specification_of_a_model_is_that_of_the_plan(monkeypatch: pytest.Mo
     assert built["critic"].optimizer.offload_states is False
     assert built["reward"].compute == Computation(data_parallel="fsdp")
     assert built["reference"].compute == Computation()
-    divided = {name: run.placement(name).divided for name in run.graph.models}
+    divided = {name: run.placement(name).divided for name in run.experiment.graph.models}
     assert divided == {"actor": 1, "critic": 2, "reward": 2, "reference": 1}
 
 
@@ -62,8 +62,8 @@ def test_the_checkpoint_that_a_model_starts_from_is_read_at_the_start_alone(
     """Six steps of 2 optimizer steps each, behind the 7 of the checkpoint: also when it has been tidied away."""
     save_model(tmp_path / "first", MODEL, random_state(MODEL), {STEPS_KEY: 7})
     run = run_of(steps=6)
-    actor = replace(run.models["actor"], checkpoint=str(tmp_path / "first"), with_optimizer=True)
-    run.experiment.__dict__["setups"] = {**run.models, "actor": actor}
+    actor = replace(run.experiment.setups["actor"], checkpoint=str(tmp_path / "first"), with_optimizer=True)
+    run.experiment.__dict__["setups"] = {**run.experiment.setups, "actor": actor}
     built: list[ModelSpec] = []
     monkeypatch.setattr(model_worker, "build_model", lambda backend, spec: built.append(spec))
     monkeypatch.setattr(model_worker, "fill", lambda *_: None)

@@ -63,13 +63,13 @@ def run() -> Run:
 
 def requests_of(run: Run, checkpoints: Path) -> list[ToWorker]:
     """All that the master sends in a run."""
-    workers = Workers(4, run.graph)
+    workers = Workers(4, run.experiment.graph)
 
     async def script() -> None:
-        train = PlannedGraph("train", run.graph, run.plan.calls, run.homes, 8, offload=run.plan.offload)
-        await workers.dispatcher.run_steps(train, run.plan.unrolled(run.graph, 2), 2, lambda *_: None)
-        workers.graph = graph = run.evaluation_graph
-        calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
+        train = PlannedGraph("train", run.experiment.graph, run.plan.calls, run.homes, 8, offload=run.plan.offload)
+        await workers.dispatcher.run_steps(train, run.plan.unrolled(run.experiment.graph, 2), 2, lambda *_: None)
+        workers.graph = graph = run.experiment.evaluation_graph
+        calls = {name: run.call_plan("evaluation", call) for name, call in graph.calls.items()}
         evaluate = PlannedGraph("evaluation", graph, calls, run.homes, 4, offload=run.plan.offload)
         await workers.dispatcher.run_steps(evaluate, [("accuracy", 0), ("accuracy", 1)], 1, lambda *_: None)
         await workers.dispatcher.save(str(checkpoints / ".step-2.part"), {0: ("actor", "critic")}, is_last=True)
