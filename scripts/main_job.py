@@ -12,7 +12,7 @@ from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.cli.output import table_of
 from realhf.cli.progress import call_table
-from realhf.machine.gpus import count_gpus
+from realhf.machine.gpus import visible_gpus
 from realhf.machine.host import read_host
 from realhf.report.run_data import call_times, read_run
 from realhf.rundir.lines import evaluation_line, read_lines
@@ -36,7 +36,7 @@ def score_distribution(evaluation: dict) -> tuple[float, float]:
 def default_workers() -> int:
     """Two, or one on a machine of one GPU, or of one core and no GPU."""
     try:
-        return min(2, count_gpus() or read_host().cores)
+        return min(2, len(visible_gpus()) or read_host().cores)
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -68,7 +68,7 @@ def _follow(directory: RunDirectory, progress: Progress) -> None:
                     "begin a new run with another --run-dir"
                 )
         if not is_shown and status.state != "not started" and not is_to_be_planned(directory):
-            progress.starting(load_run(directory.experiment, directory.plan), directory, None)
+            progress.starting(load_run(directory), directory, None)
             is_shown = True
         progress.watched("")
         time.sleep(POLL_S)
@@ -95,7 +95,7 @@ def _enter_working_directory(directory: RunDirectory) -> None:
     if is_to_be_planned(directory):
         os.chdir(read_later(directory).working_directory)
     else:
-        load_run(directory.experiment, directory.plan)
+        load_run(directory)
 
 
 def _tell_end(status: RunStatus) -> None:

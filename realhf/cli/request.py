@@ -10,8 +10,7 @@ from realhf.cli import parser
 from realhf.cli.command import Command
 from realhf.cli.options import add_options, given_in, options_of, plan_request
 from realhf.launch.launcher import LAUNCHERS, Launcher, find_launcher
-from realhf.lifecycle.controller import default_run_directory
-from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
+from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest, default_run_directory
 from realhf.rundir.run import RunSpec, load_experiment_class
 
 

@@ -13,7 +13,6 @@ from realhf.cli.detach import detached, how_to_watch
 from realhf.cli.progress import shown
 from realhf.cli.request import request_of_words
 from realhf.lifecycle.advice import split_words
-from realhf.lifecycle.controller import default_run_directory
 from realhf.lifecycle.interruption import Stopped
 from realhf.lifecycle.queued import QueuedRun
 from realhf.lifecycle.request import RunRequest
@@ -26,7 +25,6 @@ from realhf.lifecycle.several import (
     with_directories,
 )
 from realhf.lifecycle.stages import SweepOptions, chain, members
-from realhf.rundir.paths import RunDirectory
 
 PAGE = "compare.html"
 
@@ -51,8 +49,8 @@ def run_in_job(arguments: argparse.Namespace, request: RunRequest) -> int:
 def run_sweep(arguments: argparse.Namespace, request: RunRequest, sweep: SweepOptions) -> int:
     """Carries out the sweep of a command line, whose options are those of `request`. The exit code is that of the first
     run that has failed."""
-    folder = (request.run_dir or default_run_directory(request.experiment)).absolute()
-    RunDirectory(folder).check_new()
+    folder = request.directory.path
+    request.directory.check_new()
     requests = [
         in_directory(request_of_words(line), _short(folder) / name)
         for name, line in members(arguments.words, sweep).items()

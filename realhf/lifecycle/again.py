@@ -25,7 +25,7 @@ def start_again(directory: RunDirectory) -> bool:
     """Makes the directory ready to go on from the newest good checkpoint, or the beginning; returns whether there is
     anything left to do. Raises UserError or RunError if it cannot."""
     with directory.lock(MASTER, wait_s=LOCK_WAIT_S):
-        run, status = load_run(directory.experiment, directory.plan), known_status(directory.status)
+        run, status = load_run(directory), known_status(directory.status)
         if status is not None and status.state == "done":
             return False
         request = requested_end(directory.stop)

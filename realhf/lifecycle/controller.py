@@ -1,9 +1,7 @@
 """Owns a run from its first start to its end: started, watched, started again where it breaks or its plan changes."""
 
 import contextlib
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 from realhf.base.errors import RunError, UserError
@@ -62,7 +60,7 @@ def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
     Raises UserError or RunError if it could not be started or broke, KeyboardInterrupt after Ctrl-C or SIGTERM; notes
     say what was saved and which command goes on with a run that had begun. No process is left.
     """
-    directory = run_directory(request)
+    directory = request.directory
     launcher, _ = _launcher(run, request, directory)
     RunDirectory.create(directory.path)
     with contextlib.ExitStack() as held:
@@ -98,22 +96,13 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
 
 def preview(run: Run, request: RunRequest) -> str:
     """The text of a dry run: a batch script, commands. Raises UserError where it cannot start them."""
-    return _launcher(run, request, run_directory(request))[1]
+    return _launcher(run, request, request.directory)[1]
 
 
 def _launcher(run: Run, request: RunRequest, directory: RunDirectory) -> tuple[Launcher, str]:
     """The launcher of a run, and what it would start. Raises UserError where it cannot start it."""
     launcher = request.launcher(request.launcher_options)
     return launcher, launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))
-
-
-def run_directory(request: RunRequest) -> RunDirectory:
-    """The directory of a new run: the request's, or one named after the experiment and the time."""
-    return RunDirectory((request.run_dir or default_run_directory(request.experiment)).absolute())
-
-
-def default_run_directory(experiment: str) -> Path:
-    return Path("runs") / f"{Path(experiment).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 class Controller:
@@ -200,12 +189,13 @@ class Controller:
                 nonlocal replanner
                 self._interruption.check()
                 if self._run is None and not is_to_be_planned(self._directory):
-                    self._run = self._loaded()
+                    self._run = load_run(self._directory)
                     self._describe(self._run)
                     replanner = self._begin(self._run, held, None)
                 for event in events.read():
                     if self._run and event.event == "requeued":
-                        self._listener.starting(self._loaded(), self._directory, "SLURM has started the job once more")
+                        again = "SLURM has started the job once more"
+                        self._listener.starting(load_run(self._directory), self._directory, again)
                 if self._launcher.is_waiting():
                     request = requested_end(self._directory.stop)
                     if request is not None and request.reason == "asked":
@@ -227,7 +217,7 @@ class Controller:
 
     def _watch(self, look: Callable[[], None]) -> None:
         """Returns when the processes have ended well. Raises as `supervise`; says why a run was not planned."""
-        job = job_to_watch(self._run, self._request, self._directory, is_remote=self._launcher.is_remote)
+        job = job_to_watch(self._run, self._request, self._directory)
         try:
             supervise(
                 self._launcher,
@@ -248,12 +238,10 @@ class Controller:
 
     def _begin(self, run: Run, held: contextlib.ExitStack, reason: str | None) -> Replanner:
         """Tells that the processes of a run are about to start. Returns the search for a new plan; `held` ends it."""
-        replanner = held.enter_context(Replanner(run, self._directory, self._request.replan, self._listener.say))
+        replanner = Replanner(run, self._directory, self._request.replan, self._listener.say)
+        held.callback(replanner.close)
         self._listener.starting(run, self._directory, reason)
         return replanner
-
-    def _loaded(self) -> Run:
-        return load_run(self._directory.experiment, self._directory.plan)
 
     def _describe(self, run: Run) -> None:
         for line in (*hardware_lines(run, self._request.plan.plan), *data_lines(run)):

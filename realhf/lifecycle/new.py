@@ -19,7 +19,7 @@ from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
 from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.lifecycle.tokenizer import keep_tokenizer
-from realhf.machine.gpus import count_gpus
+from realhf.machine.gpus import visible_gpus
 from realhf.machine.host import read_host
 from realhf.master.trackers import check_trackers
 from realhf.models.hugging_face_files import check_checkpoint
@@ -57,7 +57,7 @@ def fill(run: Run, directory: RunDirectory, *, accepts_inputs: bool = False) -> 
 
 def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cluster) -> dict[str, Any]:
     """The fields of the run's specification that a request decides, for a plan on `cluster`."""
-    return {
+    fields = {
         "experiment_file": str(Path(request.experiment).resolve()),
         "experiment_class": type(experiment.source).__name__,
         "values": msgspec.to_builtins(experiment.source),
@@ -65,8 +65,14 @@ def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cl
         "num_workers": cluster.num_devices,
         "devices_per_node": cluster.devices_per_node,
         "hardware": cluster.hardware,
-        **request.spec_fields,
+        "network_interface": None if request.launcher.is_remote else "lo",
+        **request.spec,
     }
+    if request.plan.measured.ignores_runs:
+        fields["ignores_runs"] = True
+    if "replay" in request.spec:
+        fields["replay"] = str(Path(request.spec["replay"]).resolve())
+    return fields
 
 
 def check_experiment(experiment: ResolvedExperiment) -> None:
@@ -110,7 +116,7 @@ def check_run(run: Run, request: RunRequest) -> None:
             "--checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"
         )
     check_trackers(run.spec)
-    with_gpus = not request.cpu_only if request.launcher.is_remote else count_gpus() > 0
+    with_gpus = not request.cpu_only if request.launcher.is_remote else bool(visible_gpus())
     for name, setup in run.experiment.setups.items():
         home = run.homes[name]
         if setup.backend == "megatron" and setup.optimizer is not None:

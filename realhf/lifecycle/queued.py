@@ -9,14 +9,7 @@ import contextlib
 from realhf.base.files import delete, writing_a_run
 from realhf.launch.launcher import Launcher, launcher_name
 from realhf.launch.process import Job
-from realhf.lifecycle.controller import (
-    LAUNCHER_LOCK,
-    Controller,
-    Listener,
-    note_end,
-    note_start,
-    run_directory,
-)
+from realhf.lifecycle.controller import LAUNCHER_LOCK, Controller, Listener, note_end, note_start
 from realhf.lifecycle.new import check_experiment, fill, new_run
 from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.lifecycle.unplanned import job_to_watch, planned_steps, plans_in_job
@@ -40,13 +33,11 @@ class QueuedRun:
 
     def job(self) -> Job:
         """Raises UserError where the run directory is damaged."""
-        return job_to_watch(self._planned(), self.request, self.directory, is_remote=True)
+        return job_to_watch(self._planned(), self.request, self.directory)
 
     def _planned(self) -> Run | None:
         """The run; None while its job has yet to plan it."""
-        if is_to_be_planned(self.directory):
-            return None
-        return load_run(self.directory.experiment, self.directory.plan)
+        return None if is_to_be_planned(self.directory) else load_run(self.directory)
 
     def submit(self, job: Job) -> None:
         """Raises UserError where the cluster refuses the job."""
@@ -86,7 +77,7 @@ def queued_run(
     """A run whose directory is made and locked by `held`, and whose job is not submitted. `run` None: its job plans it,
     when the run in the directory `after` has ended well. Raises UserError or RunError; then no directory is left."""
     steps = 0 if run else experiment_of(request.experiment, request.fields).steps
-    queued = QueuedRun(request, RunDirectory.create(run_directory(request).path))
+    queued = QueuedRun(request, RunDirectory.create(request.directory.path))
     try:
         held.enter_context(queued.directory.lock(LAUNCHER_LOCK))
         if run:

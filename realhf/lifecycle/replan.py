@@ -62,7 +62,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
     """The best plan found with the times that were measured under the present one. Changes nothing in the run.
     Raises UserError where too few steps were made under it, or none of its calls has a prediction."""
-    run = load_run(directory.experiment, directory.plan)
+    run = load_run(directory)
     lines = lines_under(run.plan, read_lines(directory.metrics, step_line).values)[WARM_UP:][-WINDOW:]
     measured = call_factors(lines)
     if not measured:

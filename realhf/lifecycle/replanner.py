@@ -17,7 +17,7 @@ from realhf.rundir.run import Run
 
 
 class Replanner:
-    """Answers the events `drift` that the master writes during one start of a run; its `with` leaves no process.
+    """Answers the events `drift` that the master writes during one start of a run; `close` leaves no process.
 
     A process at idle priority searches the plan again. Mode "suggest" notes what it found; "switch" also asks the
     master to end after the next checkpoint, if a change pays, and gives the run that goes on from there.
@@ -35,10 +35,8 @@ class Replanner:
         self._events = Tail(directory.events, event_line, say)
         self._metrics = Tail(directory.metrics, step_line, lambda _: None)  # the progress reports damaged lines
 
-    def __enter__(self) -> "Replanner":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Ends a search that goes on."""
         if self._search is not None:
             self._search.kill()
             self._search.wait()

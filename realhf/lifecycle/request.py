@@ -1,6 +1,7 @@
 """The request for a run: its experiment, plan and launcher, and its reactions to failures and drift."""
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
 from realhf.planning.request import Measured, PlannedHardware, PlanRequest
+from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import (
     CHECKPOINTS,
     DRIFT,
@@ -138,15 +140,10 @@ class RunRequest:
         """Whether nodes without GPUs are asked for: an option of SLURM's launcher and of others that have one."""
         return bool(getattr(self.launcher_options, "cpu_only", False))
 
-    @property
-    def spec_fields(self) -> dict[str, Any]:
-        """The fields of the run's specification that the request sets."""
-        found = {"network_interface": None if self.launcher.is_remote else "lo", **self.spec}
-        if self.plan.measured.ignores_runs:
-            found["ignores_runs"] = True
-        if "replay" in found:
-            found["replay"] = str(Path(found["replay"]).resolve())
-        return found
+    @cached_property
+    def directory(self) -> RunDirectory:
+        """That of a new run: `run_dir`, or one named after the experiment and the time."""
+        return RunDirectory(self.run_dir or default_run_directory(self.experiment))
 
     @property
     def names_devices(self) -> bool:
@@ -165,6 +162,10 @@ class RunRequest:
         if saved is None:
             return request
         return replace(request, measured=Measured(call_factors=saved.call_factors, ignores_runs=saved.ignores_runs))
+
+
+def default_run_directory(experiment: str) -> Path:
+    return Path("runs") / f"{Path(experiment).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = None) -> ResolvedExperiment:

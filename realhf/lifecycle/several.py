@@ -9,19 +9,21 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import count, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
-from realhf.lifecycle.controller import Listener, default_run_directory, preview, start
+from realhf.lifecycle.controller import Listener, preview, start
 from realhf.lifecycle.interruption import Detached, Interruption, Stopped
 from realhf.lifecycle.new import check_values, new_run
 from realhf.lifecycle.queued import QueuedRun, planned_now, queued_run
-from realhf.lifecycle.request import RunRequest, experiment_of
-from realhf.lifecycle.unplanned import later_job, plans_in_job
-from realhf.rundir.paths import RunDirectory
+from realhf.lifecycle.request import RunRequest, default_run_directory, experiment_of
+from realhf.lifecycle.unplanned import job_to_watch, plans_in_job
+
+T = TypeVar("T")
 
 # Shows a run under a title ("": none) while it goes on, and how it has ended.
 Shown = Callable[[RunRequest, str], AbstractContextManager[Listener]]
@@ -35,10 +37,14 @@ def carry_out(request: RunRequest, listener: Listener) -> None:
 def carry_out_chain(requests: Sequence[RunRequest], shown: Shown, *, leaves: bool = False) -> list[QueuedRun]:
     """Carries out runs, or a single run. Each begins after the one before has ended well. Returns those that it
     `leaves` in a cluster's queue. Raises as `start`; an error names the runs that were not started for it."""
+
+    def watched(stage: int, run: Callable[[Listener], None]) -> None:
+        with _naming_later(requests, stage), shown(requests[stage], title_of_stage(requests, stage)) as listener:
+            run(listener)
+
     if not requests[0].launcher.queues:
         for stage, request in enumerate(requests):
-            with _naming_later(requests, stage), shown(request, title_of_stage(requests, stage)) as listener:
-                carry_out(request, listener)
+            watched(stage, partial(carry_out, request))
         return []
 
     def submit(made: Sequence[QueuedRun]) -> None:
@@ -47,14 +53,10 @@ def carry_out_chain(requests: Sequence[RunRequest], shown: Shown, *, leaves: boo
 
     with ExitStack() as held:
         made = _submitted(requests, submit, shown, held, waits=True)
-        for stage, one in enumerate(() if leaves else made):
-            try:
-                with _naming_later(requests, stage), shown(one.request, title_of_stage(requests, stage)) as listener:
-                    one.carry_out(listener)
-            except BaseException:
-                _withdraw(made[stage + 1 :])
-                raise
-        return made if leaves else []
+        if leaves:
+            return made
+        _each(made, watched)
+    return []
 
 
 def carry_out_sweep(
@@ -69,15 +71,15 @@ def carry_out_sweep(
     """Carries out runs of one size whose directories lie in `folder`, `at_most` at a time in a cluster's queue. Returns
     those that it `leaves` there, and the exit codes of the others, which `ended` makes of running one."""
 
-    def watched(request: RunRequest, run: Callable[[Listener], None]) -> int:
+    def watched(number: int, run: Callable[[Listener], None]) -> int:
         def watch() -> None:
-            with shown(request, title_of_member(request)) as listener:
+            with shown(requests[number], title_of_member(requests[number])) as listener:
                 run(listener)
 
         return ended(watch)
 
     if not requests[0].launcher.queues:
-        return [], [watched(one, lambda listener, one=one: carry_out(one, listener)) for one in requests]  # type: ignore[misc]
+        return [], [watched(number, partial(carry_out, request)) for number, request in enumerate(requests)]
 
     def submit(made: Sequence[QueuedRun]) -> None:
         ids = made[0].launcher.start_array([one.job() for one in made], folder, at_most)
@@ -93,14 +95,7 @@ def carry_out_sweep(
             raise
         if leaves:
             return made, []
-        codes = []
-        for number, one in enumerate(made):
-            try:
-                codes.append(watched(one.request, one.carry_out))
-            except BaseException:
-                _withdraw(made[number + 1 :])
-                raise
-    return [], codes
+        return [], _each(made, watched)
 
 
 def _submitted(
@@ -126,6 +121,18 @@ def _submitted(
             _withdraw(made, removes=True)
             raise
     return made
+
+
+def _each(made: Sequence[QueuedRun], watched: Callable[[int, Callable[[Listener], None]], T]) -> list[T]:
+    """What `watched` makes of watching each run, by its number, to its end. An error takes back those after it."""
+    found = []
+    for number, one in enumerate(made):
+        try:
+            found.append(watched(number, one.carry_out))
+        except BaseException:
+            _withdraw(made[number + 1 :])
+            raise
+    return found
 
 
 def _withdraw(runs: Sequence[QueuedRun], *, removes: bool = False) -> None:
@@ -156,8 +163,8 @@ def with_directories(requests: Sequence[RunRequest]) -> list[RunRequest]:
     """Each request with a directory, which its command line names too."""
     found: list[RunRequest] = []
     for request in requests:
-        path = request.run_dir or _free(default_run_directory(request.experiment), found)
-        found.append(request if request.run_dir else in_directory(request, path))
+        new = None if request.run_dir else _free(default_run_directory(request.experiment), found)
+        found.append(in_directory(request, new) if new else request)
     return found
 
 
@@ -180,14 +187,13 @@ def check_all(requests: Sequence[RunRequest], *, waits: bool) -> None:
     seen: set[Path] = set()
     for request in requests:
         _check_queued(request)
-        directory = directory_of(request)
-        if directory.path in seen:
+        if request.directory.path in seen:
             raise UserError(f"two runs have --run-dir {request.run_dir}; give each its own")
-        seen.add(directory.path)
-        directory.check_new()
+        seen.add(request.directory.path)
+        request.directory.check_new()
         check_values(experiment_of(request.experiment, request.fields))
         if _is_planned_later(requests, request, waits=waits):
-            later_job(request, directory)
+            job_to_watch(None, request, request.directory)
     options: list[Any] = []
     for request in requests:
         if request.launcher_options not in options:
@@ -213,7 +219,8 @@ def previews(requests: Sequence[RunRequest], shown: Shown, *, waits: bool) -> It
     later."""
     for number, request in enumerate(requests):
         if _is_planned_later(requests, request, waits=waits):
-            yield request.launcher(request.launcher_options).preview(later_job(request, directory_of(request)))
+            job = job_to_watch(None, request, request.directory)
+            yield request.launcher(request.launcher_options).preview(job)
         elif waits and number:
             yield f"{title_of_stage(requests, number)}: planned when the stage before has ended well"
         else:
@@ -227,15 +234,10 @@ def _is_planned_later(requests: Sequence[RunRequest], request: RunRequest, *, wa
     return request.launcher.queues and ((waits and request is not requests[0]) or plans_in_job(request))
 
 
-def directory_of(request: RunRequest) -> RunDirectory:
-    assert request.run_dir is not None, "`with_directories` has named one"
-    return RunDirectory(request.run_dir)
-
-
 def title_of_stage(requests: Sequence[RunRequest], stage: int) -> str:
     words = shlex.join(["realhf", *requests[stage].words])
     return words if len(requests) == 1 else f"stage {stage + 1} of {len(requests)}: {words}"
 
 
 def title_of_member(request: RunRequest) -> str:
-    return f"run {directory_of(request).path.name}: {shlex.join(['realhf', *request.words])}"
+    return f"run {request.directory.path.name}: {shlex.join(['realhf', *request.words])}"

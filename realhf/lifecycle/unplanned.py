@@ -22,13 +22,11 @@ def plans_in_job(request: RunRequest) -> bool:
     return is_asked_to or is_unknown_here(request.plan_request().devices)
 
 
-def job_to_watch(run: Run | None, request: RunRequest, directory: RunDirectory, *, is_remote: bool) -> Job:
-    """The job of a run, or of one that it has yet to plan (None). Raises UserError as `later_job`."""
-    return job_of(run, directory, is_remote=is_remote) if run else later_job(request, directory)
-
-
-def later_job(request: RunRequest, directory: RunDirectory) -> Job:
-    """The job of a run that it plans itself. Raises UserError where the request does not tell its size."""
+def job_to_watch(run: Run | None, request: RunRequest, directory: RunDirectory) -> Job:
+    """The job of a run, or (None) of one that it has yet to plan: raises UserError where the request does not tell its
+    size."""
+    if run:
+        return job_of(run, directory, is_remote=request.launcher.is_remote)
     asked, given = request.plan_request().devices, request.plan.given
     per_node = devices_per_node(asked, given.num_devices if given else None)
     if per_node is None:

@@ -77,11 +77,6 @@ def visible_gpus() -> tuple[Gpu, ...]:
     return gpus
 
 
-def count_gpus() -> int:
-    """How many GPUs a run on this machine uses. Raises UserError as `visible_gpus` does."""
-    return len(visible_gpus())
-
-
 def machine_gpus() -> Machine:
     """The devices of this machine by the number of their GPU in `nvidia-smi`; none without a driver.
 

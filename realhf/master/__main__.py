@@ -74,7 +74,7 @@ def carry_out(directory: RunDirectory, run: Run, host: str, begun: Callable[[asy
 def in_process(path: str, host: str) -> Generator[None, None, int]:
     """The master on a thread of its own, without deadlines, beside a worker in this process; returns the exit code."""
     directory = RunDirectory.open(Path(path))
-    run = load_run(directory.experiment, directory.plan).without_deadlines()
+    run = load_run(directory).without_deadlines()
     codes: list[int] = []
     cancels: list[Callable[[], object]] = []
 
@@ -103,7 +103,7 @@ def main() -> int:
     directory = RunDirectory.open(Path(sys.argv[1]))
     start_logging(MASTER)
     try:
-        run = load_run(directory.experiment, directory.plan)
+        run = load_run(directory)
         host = sys.argv[2] if len(sys.argv) > 2 else run.spec.master_address or own_address(run.spec.network_interface)
     except UserError as error:
         logger.error("%s", error)

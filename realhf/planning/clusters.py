@@ -8,7 +8,7 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.files import decode_yaml, read_file
 from realhf.base.numbers import DEVICES, check_fields, check_range
-from realhf.machine.gpus import count_gpus
+from realhf.machine.gpus import visible_gpus
 from realhf.machine.host import read_host
 from realhf.planning.here import CPU, check_here, divided, gpus_here, hardware_here
 from realhf.planning.model.cluster import Cluster
@@ -55,7 +55,7 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
     """The cluster of a request, with `num_devices` (a given plan's) where it has no number of devices. Raises UserError
     if the numbers contradict each other, or the hardware is not known or not what is here."""
     per_node = devices_per_node(request, num_devices)
-    per_node = per_node or devices_per_node(request, count_gpus() or read_host().cores)
+    per_node = per_node or devices_per_node(request, len(visible_gpus()) or read_host().cores)
     assert per_node is not None
     hardware = with_memory(_hardware(request), request.memory_gb)
     sharing = request.nodes * per_node if request.place == "here" else per_node

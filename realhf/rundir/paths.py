@@ -30,14 +30,14 @@ def workers_in_words(number: int) -> str:
     return "1 worker" if number == 1 else f"{number} workers"
 
 
+@dataclass(frozen=True)
 class _Below:
     """A path below the run directory."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    name: str
 
     def __get__(self, directory: "RunDirectory", _owner: type) -> Path:
-        return directory.path / self._name
+        return directory.path / self.name
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.planning.model.hardware import Hardware
+from realhf.rundir.paths import RunDirectory
 from realhf.transport.messages import Split
 
 T = TypeVar("T")
@@ -407,15 +408,16 @@ def saved_experiment(spec: RunSpec, cls: type[Any], path: str | Path) -> Any:
         ) from None
 
 
-def load_run(spec_path: Path, plan_path: Path) -> Run:
+def load_run(directory: RunDirectory) -> Run:
     """Reads a run back. Raises UserError if a file is missing or damaged, or the experiment has changed."""
-    spec = read_spec(spec_path, RunSpec)
+    spec = read_spec(directory.experiment, RunSpec)
     try:
         os.chdir(spec.working_directory)  # relative paths of the experiment mean what they meant to the user
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{spec_path} names the working directory {spec.working_directory}, which cannot be entered: {error}"
+            f"{directory.experiment} names the working directory {spec.working_directory}, which cannot be entered: "
+            f"{error}"
         ) from None
-    cls, plan = load_experiment_class(spec.experiment_file, spec.experiment_class), load_plan(plan_path)
+    cls, plan = load_experiment_class(spec.experiment_file, spec.experiment_class), load_plan(directory.plan)
     experiment = ResolvedExperiment(saved_experiment(spec, cls, spec.experiment_file), plan.staleness)
     return Run(spec, experiment, plan)

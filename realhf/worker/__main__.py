@@ -199,7 +199,7 @@ def in_process(path: str) -> Generator[None, None, int]:
     """
     keep_freed_memory()
     directory, name = RunDirectory.open(Path(path)), worker_name(0)
-    run = load_run(directory.experiment, directory.plan).without_deadlines()
+    run = load_run(directory).without_deadlines()
     failures: list[BaseException] = []
 
     def fail(_: object, activity: ActivityWriter, error: BaseException, request_id: int | None) -> None:
@@ -262,7 +262,7 @@ def main() -> int:
     rank = worker_index()
     try:
         check_start(directory, own_start())  # before it opens any file of the run
-        run = load_run(directory.experiment, directory.plan)
+        run = load_run(directory)
         activity = ActivityWriter(directory.activity(worker_name(rank)))
         start_logging(worker_name(rank), lambda: activity.main)
         logger.info("start %s", own_start() or "without an id")

@@ -122,7 +122,7 @@ def test_the_command_has_the_options_that_the_directory_does_not_keep(directory:
     assert {name: getattr(again, name) for name in same} == {name: getattr(given, name) for name in same}
     assert again.plan.budget == given.plan.budget
     assert again.fields == ()
-    assert again.spec_fields == {"network_interface": "eth0"}, "the run knows the others"
+    assert again.spec == {"network_interface": "eth0"}, "the run knows the others"
 
 
 def test_every_option_is_kept_by_the_run_or_given_again() -> None:

@@ -67,7 +67,7 @@ def test_the_plan_is_that_of_a_login_node_that_knows_the_hardware(
 
     stand_in(monkeypatch, tmp_path, [H100, H100])
     assert plan_here(queued.directory)
-    run = load_run(queued.directory.experiment, queued.directory.plan)
+    run = load_run(queued.directory)
     assert run.spec.hardware is not None
     assert {"data set", "tokenizer of the data set"} <= json.loads(queued.directory.inputs.read_text())["files"].keys()
     assert run.spec.hardware.name == "nvidia-h100-80gb-hbm3"
@@ -94,10 +94,10 @@ def test_a_run_that_is_planned_now_notes_its_inputs_now(tmp_path: Path) -> None:
     request = asked(tmp_path, "--cpu-only", *words)
     with contextlib.ExitStack() as held:
         queued = queued_run(request, new_run(request), held)
-    check_inputs(load_run(queued.directory.experiment, queued.directory.plan), queued.directory)
+    check_inputs(load_run(queued.directory), queued.directory)
     (tmp_path / "data/sft.jsonl").write_text((tmp_path / "data/sft.jsonl").read_text().partition("\n")[2])
     with pytest.raises(UserError, match=r"sft\.jsonl has other content"):
-        check_inputs(load_run(queued.directory.experiment, queued.directory.plan), queued.directory)
+        check_inputs(load_run(queued.directory), queued.directory)
 
 
 def test_what_the_job_finds_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_numbers_with_many_digits_are_too_large(tmp_path: Path) -> None:
 
 def machine(monkeypatch: pytest.MonkeyPatch, *, gpus: int = 0, hardware: Any = None) -> None:
     """So many GPUs of this hardware, or 6 cores."""
-    monkeypatch.setattr(clusters, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(clusters, "visible_gpus", lambda: range(gpus))
     monkeypatch.setattr(clusters, "read_host", lambda: Host(cores=6, memory_bytes=2**36))
     monkeypatch.setattr(clusters, "gpus_here", lambda: hardware)
     monkeypatch.setattr(clusters, "hardware_here", lambda: hardware or load_hardware("cpu"))

@@ -15,6 +15,7 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec, evaluation_twin, load_experiment_class, load_run
 from tests.unit.api.calls import Nothing, call, ppo_graph
 
@@ -143,7 +144,7 @@ def test_a_run_is_read_back_from_its_directory(tmp_path: Path, monkeypatch: pyte
     )
     (tmp_path / "experiment.json").write_bytes(msgspec.json.encode(spec))
     save_plan(ExecutionPlan(num_devices=1, calls={}), tmp_path / "plan.json")
-    run = load_run(tmp_path / "experiment.json", tmp_path / "plan.json")
+    run = load_run(RunDirectory(tmp_path))
     assert run.spec == spec
     assert (run.experiment.seed, run.experiment.steps, run.experiment.source.path) == (5, 1, "else.jsonl")
     assert type(run.experiment.source).__name__ == "Mine"
