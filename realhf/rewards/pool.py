@@ -7,10 +7,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Literal, get_args
+from typing import IO, Annotated, Literal
 
-from realhf.base.errors import UserError
-from realhf.base.numbers import check_range
+from realhf.base.options import REWARD, Common, Option, Options
 from realhf.rewards.driver import Driver, Parts
 from realhf.rewards.jobs import Failure, Job, Part, RewardError
 from realhf.rewards.messages import Begin, Function, Value
@@ -31,28 +30,43 @@ _SHOWN_FAILURES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolOptions:
-    """on_error: if a function fails for a sample, the run ends ("fail"), the function's reward counts as 0 ("zero"), or
-    the sample counts in no loss and no statistic ("drop").
-    timeout_s: how long one call of a function may take, a batch too.
-    processes: for functions that are not async; all async ones share one process more.
-    concurrency: how many async calls are under way at a time; the others wait, and their time has not begun.
-    batch_samples: the most samples of a batch. Runs of a batch do not depend on the number of processes.
+class FunctionOptions(Options):
+    """How functions on texts are called.
+
+    A call's time begins when it starts: an async call that waits for its turn has not begun. All async functions share
+    one process besides `processes` (a pool takes 0 for 1). The number of processes has no influence on batches.
+
+    Raises:
+        UserError: at construction, a value is out of its range.
     """
 
-    on_error: OnError = "fail"
-    timeout_s: float = 60.0
-    processes: int = 1
-    concurrency: int = CONCURRENCY
-    batch_samples: int = BATCH_SAMPLES
+    HEADING = REWARD
+    WHERE = ""
 
-    def __post_init__(self) -> None:
-        if self.on_error not in get_args(OnError):
-            raise UserError(f"on_error={self.on_error!r} is not known; choose one of {', '.join(get_args(OnError))}")
-        check_range("timeout_s", self.timeout_s, 0.01, 1e6, "s")
-        check_range("processes", self.processes, 1, 1024)
-        check_range("concurrency", self.concurrency, 1, 2**16)
-        check_range("batch_samples", self.batch_samples, 1, 2**20)
+    on_error: Annotated[
+        OnError, Common("a function that fails ends the run, counts as a value of 0, or drops the sample")
+    ] = "fail"
+    timeout_s: Annotated[
+        float, Option("longest one call of a function may take, in seconds", metavar="S", range=(0.01, 1e6), unit="s")
+    ] = 60.0
+    processes: Annotated[
+        int,
+        Option(
+            "processes for functions in each worker (0: the host's cores, divided among workers)",
+            range=(0, 1024),
+            unit="processes (0: by the cores)",
+        ),
+    ] = 0
+    concurrency: Annotated[int, Option("calls of async functions that a worker makes at a time", range=(1, 2**16))] = (
+        CONCURRENCY
+    )
+    batch_samples: Annotated[
+        int, Option("most samples that a function of batches gets at a time", range=(1, 2**20))
+    ] = BATCH_SAMPLES
+    seconds_per_sample: Annotated[
+        float,
+        Option("seconds that the functions work on a sample, for the planner", metavar="S", range=(0, 1e6), unit="s"),
+    ] = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +98,7 @@ class RewardPool:
         RewardError: a function cannot be loaded, see `load_rewards`.
     """
 
-    def __init__(self, rewards: Sequence[str], options: PoolOptions, log: IO[bytes] | None = None):
+    def __init__(self, rewards: Sequence[str], options: FunctionOptions, log: IO[bytes] | None = None):
         self.options = options
         self._begin = Begin(tuple(rewards), options.timeout_s, options.concurrency)
         self._log = log or sys.stderr.buffer

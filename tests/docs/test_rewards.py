@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.rewards.pool import PoolOptions, RewardPool
+from realhf.rewards.pool import FunctionOptions, RewardPool
 from realhf.rewards.ready import READY
 from realhf.rewards.signature import Sample
 from realhf.rewards.sources import load_rewards
@@ -35,7 +35,7 @@ def test_the_functions_of_the_page(folder: Path) -> None:
         Sample(id=i, step=0, prompt="2 + 2?", response=response, row={**row, "level": 3 - i})
         for i, response in enumerate(["Well,\n4", "no idea at all, not the least"])
     ]
-    with RewardPool(names, PoolOptions(timeout_s=600)) as pool:
+    with RewardPool(names, FunctionOptions(timeout_s=600)) as pool:
         right, wrong = pool.score(samples)
     assert list(right.values.values()) == [1] * 6
     assert list(wrong.values.values()) == [0, None, 0, 0, 0, 0]

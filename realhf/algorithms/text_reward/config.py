@@ -2,15 +2,13 @@
 
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import ClassVar
 
 from realhf.api.script.config import ScriptCall
-from realhf.api.script.reward import FunctionOptions
 from realhf.base.errors import UserError
-from realhf.base.numbers import check_range
-from realhf.rewards.pool import PoolOptions
+from realhf.rewards.pool import FunctionOptions
 from realhf.rewards.sources import READY, RewardSource, load_rewards, notes_of
 
 
@@ -46,9 +44,7 @@ class TextReward(FunctionOptions, ScriptCall):
             raise UserError("rewards=() names no reward function; give at least one (--reward FILE.py:FUNCTION)")
         for reward in self.rewards:
             RewardSource.parse(reward)
-        check_range("processes (0: by the cores)", self.processes, 0, 1024)
-        check_range("seconds_per_sample", self.seconds_per_sample, 0, 1e6, "s")
-        self.pool_options(self.processes_per_worker)
+        super().__post_init__()
 
     @property
     def processes_per_worker(self) -> int:
@@ -60,14 +56,10 @@ class TextReward(FunctionOptions, ScriptCall):
         """The keys that the call makes."""
         return super().output_data[: 2 if self.on_error == "drop" else 1]
 
-    def pool_options(self, processes: int) -> PoolOptions:
-        return PoolOptions(
-            on_error=self.on_error,
-            timeout_s=self.timeout_s,
-            processes=self.processes or processes,
-            concurrency=self.concurrency,
-            batch_samples=self.batch_samples,
-        )
+    def pool_options(self, processes: int) -> FunctionOptions:
+        """Those of its functions, with `processes` where it leaves their number open."""
+        given = {field.name: getattr(self, field.name) for field in fields(FunctionOptions)}
+        return FunctionOptions(**given | {"processes": self.processes or processes})
 
     @property
     def read_files(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from realhf.engine.interface import CallResult, Context, Model, Stats
 from realhf.engine.returned import InterfaceError
 from realhf.machine.host import read_host
 from realhf.rewards.jobs import RewardError
-from realhf.rewards.pool import PoolOptions, RewardPool, Score
+from realhf.rewards.pool import FunctionOptions, RewardPool, Score
 from realhf.rewards.signature import Sample
 
 _CHAT_COLUMNS = ("prompt", "messages", "conversation", "conversations")
@@ -120,12 +120,12 @@ def _tokenizer(location: str) -> TextTokenizer:
     return TextTokenizer(location)
 
 
-def _options(config: TextReward) -> PoolOptions:
+def _options(config: TextReward) -> FunctionOptions:
     return config.pool_options(max(1, read_host().cores // _workers_on_this_host()))
 
 
 @cache  # training and evaluation share one; its processes end with the worker
-def _pool(rewards: tuple[str, ...], options: PoolOptions) -> RewardPool:
+def _pool(rewards: tuple[str, ...], options: FunctionOptions) -> RewardPool:
     return RewardPool(rewards, options)
 
 

@@ -16,31 +16,11 @@ from realhf.api.script.trace import Request, ScriptParameter
 from realhf.api.script.views import View
 from realhf.architecture.compute import ComputeConfig
 from realhf.base.errors import UserError
-from realhf.base.options import NEEDED, REWARD, Common, Option
+from realhf.base.options import NEEDED, Common, Option
 from realhf.dataflow.graph import INFERENCE
-from realhf.rewards.pool import BATCH_SAMPLES, CONCURRENCY, OnError
+from realhf.rewards.pool import FunctionOptions
 
 _TEXT_REWARD = "realhf.algorithms.text_reward.config:TextReward"  # by its name: it lies above the API
-
-
-@dataclass(frozen=True, kw_only=True)
-class FunctionOptions:
-    """How functions on texts are called."""
-
-    HEADING = REWARD
-
-    on_error: Annotated[
-        OnError, Common("a function that fails ends the run, counts as a value of 0, or drops the sample")
-    ] = "fail"
-    timeout_s: Annotated[float, Option("longest one call of a function may take, in seconds", metavar="S")] = 60.0
-    processes: Annotated[
-        int, Option("processes for functions in each worker (0: the host's cores, divided among workers)")
-    ] = 0
-    concurrency: Annotated[int, Option("calls of async functions that a worker makes at a time")] = CONCURRENCY
-    batch_samples: Annotated[int, Option("most samples that a function of batches gets at a time")] = BATCH_SAMPLES
-    seconds_per_sample: Annotated[
-        float, Option("seconds that the functions work on a sample, for the planner", metavar="S")
-    ] = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)

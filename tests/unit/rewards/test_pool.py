@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from realhf.base.errors import UserError
 from realhf.rewards.jobs import RewardError
 from realhf.rewards.messages import Kind
-from realhf.rewards.pool import PoolOptions, RewardPool, Score
+from realhf.rewards.pool import FunctionOptions, RewardPool, Score
 from realhf.rewards.signature import Sample
 from tests.unit.rewards.samples import of, sample
 from tests.waiting import PATIENCE_S, wait_until
@@ -54,7 +54,7 @@ def name(function: str) -> str:
 
 
 def score(functions: list[str], samples: list[Sample], log: Any = None, **options: Any) -> list[Score]:
-    settings = PoolOptions(**{"timeout_s": PATIENCE_S, **options})
+    settings = FunctionOptions(**{"timeout_s": PATIENCE_S, **options})
     with RewardPool([name(function) for function in functions], settings, log) as pool:
         return pool.score(samples)
 
@@ -72,7 +72,7 @@ def test_nothing_to_score() -> None:
 
 
 def test_weights() -> None:
-    with RewardPool([f"{name('fine')}=0.5", f"{name('without')}=3", f"{name('raises')}=0"], PoolOptions()) as pool:
+    with RewardPool([f"{name('fine')}=0.5", f"{name('without')}=3", f"{name('raises')}=0"], FunctionOptions()) as pool:
         assert pool.names == ["fine", "without", "raises"]
         [one, other] = pool.score(of("ab"))
     assert one.reward == 0.5 * ord("a") + 3
@@ -85,7 +85,7 @@ def test_weights() -> None:
 def test_a_reward_is_the_weighted_sum_over_what_has_a_value(weights: list[float], response: str) -> None:
     functions = ["fine", "without", "fine", "without"][: len(weights)]
     names = [f"{name(function)}={weight!r}" for function, weight in zip(functions, weights, strict=True)]
-    with RewardPool(names, PoolOptions()) as pool:
+    with RewardPool(names, FunctionOptions()) as pool:
         [one] = pool.score(of(response))
     expected = {"fine": float(ord(response)), "without": None if response == "x" else 1.0}
     values = [expected[function] for function in functions]
@@ -222,7 +222,7 @@ def started(folder: Path) -> list[int]:
 
 def test_a_process_killed_in_a_call_is_replaced_and_the_call_made_again(tmp_path: Path) -> None:
     results: list[Score] = []
-    with RewardPool([name("waits_in")], PoolOptions()) as pool:
+    with RewardPool([name("waits_in")], FunctionOptions()) as pool:
         thread = threading.Thread(
             target=lambda: results.extend(pool.score([sample(i, row={"folder": str(tmp_path)}) for i in range(3)]))
         )
@@ -239,7 +239,7 @@ def test_a_process_killed_in_a_call_is_replaced_and_the_call_made_again(tmp_path
 
 def test_closing_ends_processes_and_a_call(tmp_path: Path) -> None:
     errors: list[BaseException] = []
-    pool = RewardPool([name("waits_in")], PoolOptions())
+    pool = RewardPool([name("waits_in")], FunctionOptions())
 
     def call() -> None:
         try:
@@ -258,7 +258,7 @@ def test_closing_ends_processes_and_a_call(tmp_path: Path) -> None:
 
 def test_threads_share_a_pool() -> None:
     results: dict[str, list[Score]] = {}
-    with RewardPool([name("fine"), name("async_raises")], PoolOptions(processes=2)) as pool:
+    with RewardPool([name("fine"), name("async_raises")], FunctionOptions(processes=2)) as pool:
         threads = [
             threading.Thread(target=lambda text=text: results.update({text: pool.score(of(text))}))  # type: ignore[misc]
             for text in ("abc" * 20, "def" * 20, "ghi" * 20)
@@ -274,9 +274,9 @@ def test_threads_share_a_pool() -> None:
 
 WORKER = """
 import sys
-from realhf.rewards.pool import PoolOptions, RewardPool
+from realhf.rewards.pool import FunctionOptions, RewardPool
 from realhf.rewards.signature import Sample
-pool = RewardPool([sys.argv[1]], PoolOptions())
+pool = RewardPool([sys.argv[1]], FunctionOptions())
 pool.score([Sample(id=0, step=0, prompt="", response="", row={"folder": sys.argv[2]})])
 """
 
@@ -299,7 +299,7 @@ def test_the_code_of_functions_is_in_their_processes_alone(tmp_path: Path) -> No
     """What a file imports or loads takes no memory of the worker."""
     functions = "def f(response): return 1\nasync def g(response): return 2"
     (tmp_path / "r.py").write_text(f"import os\nopen(f'{tmp_path}/pid-{{os.getpid()}}', 'w')\n{functions}")
-    with RewardPool([f"{tmp_path}/r.py:f", f"{tmp_path}/r.py:g"], PoolOptions(processes=2)) as pool:
+    with RewardPool([f"{tmp_path}/r.py:f", f"{tmp_path}/r.py:g"], FunctionOptions(processes=2)) as pool:
         assert [one.reward for one in pool.score(of("ab"))] == [3, 3]
         wait_until(lambda: len(started(tmp_path)) == 3)
         assert set(started(tmp_path)) == set(pids(pool))
@@ -308,7 +308,7 @@ def test_the_code_of_functions_is_in_their_processes_alone(tmp_path: Path) -> No
 def test_a_function_that_is_gone_when_processes_start(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("def f(response): return 1")
-    with RewardPool([f"{file}:f"], PoolOptions()) as pool:
+    with RewardPool([f"{file}:f"], FunctionOptions()) as pool:
         assert pool.score(of("a"))[0].reward == 1
         file.write_text("import nothing_here")
         os.kill(pids(pool)[0], signal.SIGKILL)
@@ -322,11 +322,11 @@ def test_a_function_that_is_gone_when_processes_start(tmp_path: Path) -> None:
         ({"on_error": "skip"}, "choose one of fail, zero, drop"),
         ({"timeout_s": 0.0}, "timeout_s 0"),
         ({"timeout_s": float("nan")}, "timeout_s nan"),
-        ({"processes": 0}, "processes 0"),
+        ({"processes": -1}, "processes -1"),
         ({"concurrency": 0}, "concurrency 0"),
         ({"batch_samples": 0}, "batch_samples 0"),
     ],
 )
 def test_options(options: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        PoolOptions(**options)
+        FunctionOptions(**options)

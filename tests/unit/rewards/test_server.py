@@ -13,7 +13,7 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.rewards.jobs import RewardError
-from realhf.rewards.pool import PoolOptions, RewardPool
+from realhf.rewards.pool import FunctionOptions, RewardPool
 from realhf.rewards.server import ServerError, _Address, _AgainError, _ask, server
 from realhf.rewards.sources import load_rewards
 from tests.unit.rewards.samples import sample
@@ -54,7 +54,7 @@ def rewards(asked: dict[str, Any]) -> bytes:
 def scores(options: str, responses: tuple[str, ...] = ("a", "bb", "ccc")) -> list[float | None]:
     samples = [sample(i, response, row={"answer": i, "level": 2}) for i, response in enumerate(responses)]
     with RewardPool(
-        [f"ready:server({options})", "ready:regex(pattern='.*')=0"], PoolOptions(timeout_s=PATIENCE_S)
+        [f"ready:server({options})", "ready:regex(pattern='.*')=0"], FunctionOptions(timeout_s=PATIENCE_S)
     ) as pool:
         return [one.values["server"] for one in pool.score(samples)]
 

@@ -12,7 +12,7 @@ from realhf.base.errors import UserError
 from realhf.rewards import pool as module
 from realhf.rewards.jobs import Failure, Job, RewardError
 from realhf.rewards.messages import Begin, Function, Value
-from realhf.rewards.pool import PoolOptions, RewardPool, Score
+from realhf.rewards.pool import FunctionOptions, RewardPool, Score
 from tests.unit.rewards.samples import of
 
 
@@ -65,7 +65,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> Drivers:
 
 def pool_of(drivers: Drivers, *functions: Function, **options: Any) -> RewardPool:
     drivers.functions = list(functions)
-    return RewardPool(["r.py:f"], PoolOptions(**options), io.BytesIO())
+    return RewardPool(["r.py:f"], FunctionOptions(**options), io.BytesIO())
 
 
 # --- processes
@@ -89,7 +89,7 @@ def test_async_functions_share_a_process_and_others_have_as_many_as_asked_for(
 ) -> None:
     drivers.functions = functions
     log = io.BytesIO()
-    pool = RewardPool(["r.py:f", "r.py:g"], PoolOptions(processes=3, timeout_s=7.0, concurrency=5), log)
+    pool = RewardPool(["r.py:f", "r.py:g"], FunctionOptions(processes=3, timeout_s=7.0, concurrency=5), log)
     assert [name for name, *_ in drivers.made] == names
     different: list[Any] = []
     for _, begin, parts, used in drivers.made:
@@ -109,7 +109,7 @@ def test_async_functions_share_a_process_and_others_have_as_many_as_asked_for(
 def test_what_functions_print_goes_to_the_worker_s_log(drivers: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr(sys, "stderr", errors)
-    RewardPool(["r.py:f"], PoolOptions())
+    RewardPool(["r.py:f"], FunctionOptions())
     assert drivers.made[0][3] is errors.buffer
 
 
@@ -121,7 +121,7 @@ def test_tokens_are_wanted_where_a_function_asks_for_them(drivers: Drivers) -> N
 def test_a_pool_whose_functions_cannot_be_loaded_ends(drivers: Drivers) -> None:
     drivers.error = RewardError("no such file")
     with pytest.raises(RewardError, match="no such file"):
-        RewardPool(["r.py:f"], PoolOptions(processes=2), io.BytesIO())
+        RewardPool(["r.py:f"], FunctionOptions(processes=2), io.BytesIO())
     name = "reward process 0"
     assert drivers.calls == [("start", name), ("functions", name), ("end", name), ("join", name)]
 
@@ -288,21 +288,21 @@ def test_the_first_failures_of_each_function_are_told(
 
 
 def test_what_holds_where_nothing_is_said() -> None:
-    expected = PoolOptions(on_error="fail", timeout_s=60.0, processes=1, concurrency=1024, batch_samples=64)
-    assert PoolOptions() == expected
+    expected = FunctionOptions(on_error="fail", timeout_s=60.0, processes=0, concurrency=1024, batch_samples=64)
+    assert FunctionOptions() == expected
 
 
 @pytest.mark.parametrize(
     ("name", "low", "high", "below", "above"),
     [
         ("timeout_s", 0.01, 1e6, 0.009, 1.001e6),
-        ("processes", 1, 1024, 0, 1025),
+        ("processes", 0, 1024, -1, 1025),
         ("concurrency", 1, 2**16, 0, 2**16 + 1),
         ("batch_samples", 1, 2**20, 0, 2**20 + 1),
     ],
 )
 def test_the_range_of_options(name: str, low: Any, high: Any, below: Any, above: Any) -> None:
-    make: Callable[..., PoolOptions] = PoolOptions
+    make: Callable[..., FunctionOptions] = FunctionOptions
     for value in (low, high):
         assert getattr(make(**{name: value}), name) == value
     for value in (below, above):
