@@ -23,10 +23,9 @@ from realhf.lifecycle.interruption import Detached, Stopped
 from realhf.lifecycle.queued import QueuedRun
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status
 from realhf.rundir.events import read_events
-from realhf.rundir.later import is_to_be_planned, read_later
-from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import load_run
+from realhf.rundir.starts import is_to_be_planned, read_later, read_launched
 
 POLL_S = 0.2
 

@@ -1,7 +1,7 @@
 """Where a job plans its run: `python -m realhf.cli.in_job RUN_DIR` does on its first node what `realhf run` would have
 done on the login node. Where SLURM starts the job once more after that, it makes the run ready to go on.
 
-It takes the words of the command line from the run directory (`realhf.rundir.later`), and executes nothing else.
+It takes the words of the command line from the run directory (`realhf.rundir.starts`), and executes nothing else.
 """
 
 import logging
@@ -17,10 +17,10 @@ from realhf.lifecycle import again
 from realhf.lifecycle.controller import note_end, note_start
 from realhf.lifecycle.new import fill, new_run
 from realhf.lifecycle.unplanned import note_unplanned
-from realhf.rundir.ending import requested_end
-from realhf.rundir.later import is_to_be_planned, read_later, start_refusal
 from realhf.rundir.logs import start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
+from realhf.rundir.starts import is_to_be_planned, read_later, start_refusal
+from realhf.rundir.status import requested_end
 
 logger = logging.getLogger("realhf.in_job")
 
@@ -31,7 +31,7 @@ def plan_here(directory: RunDirectory) -> bool:
     later = read_later(directory)
     with directory.lock(MASTER, wait_s=again.LOCK_WAIT_S):
         if reason := start_refusal(later):
-            raise RunError(reason[0], returncode=reason[1])
+            raise reason
         try:
             os.chdir(later.working_directory)
         except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from realhf.cli.compare import compare
 from realhf.cli.detach import detached, how_to_watch
 from realhf.cli.progress import shown
 from realhf.cli.request import request_of_words
-from realhf.lifecycle.advice import split_words
+from realhf.lifecycle.advice import short, split_words
 from realhf.lifecycle.interruption import Stopped
 from realhf.lifecycle.queued import QueuedRun
 from realhf.lifecycle.request import RunRequest
@@ -52,7 +52,7 @@ def run_sweep(arguments: argparse.Namespace, request: RunRequest, sweep: SweepOp
     folder = request.directory.path
     request.directory.check_new()
     requests = [
-        in_directory(request_of_words(line), _short(folder) / name)
+        in_directory(request_of_words(line), Path(short(folder), name))
         for name, line in members(arguments.words, sweep).items()
     ]
     check_all(requests, waits=False)
@@ -81,10 +81,6 @@ def _say_how(left: Sequence[QueuedRun]) -> int:
     for one in left:
         print(f"job {one.job_id}: {how_to_watch(one.request.run_dir)}", file=sys.stderr)
     return 0
-
-
-def _short(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _code(run: Callable[[], None]) -> int:

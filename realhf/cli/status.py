@@ -27,10 +27,9 @@ from realhf.cli.trends import trends_table
 from realhf.launch.slurm.state import job_state
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status, run_now_s
 from realhf.report.sample_texts import heading, shortened, with_ends
-from realhf.rundir.later import is_to_be_planned, read_later, start_refusal
-from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import RunDirectory, workers_in_words
 from realhf.rundir.samples import Sample, read_samples, title_of
+from realhf.rundir.starts import is_to_be_planned, read_later, read_launched, start_refusal
 
 MIB = 2**20
 # How long SLURM may take to answer.
@@ -86,7 +85,7 @@ def job_line(directory: RunDirectory) -> str:
     nodes = f", on {state.nodes}" if state.nodes else ""
     restarts = f", started {state.restarts + 1} times" if state.restarts else ""
     reason = start_refusal(read_later(directory)) if state.is_over and is_to_be_planned(directory) else None
-    return f"job {launched.job}: {state.in_words}{nodes}{restarts}" + (f"; {reason[0]}" if reason else "")
+    return f"job {launched.job}: {state.in_words}{nodes}{restarts}" + (f"; {reason}" if reason else "")
 
 
 def newest_samples(directory: RunDirectory, damaged: list[str]) -> list[Sample]:

@@ -20,10 +20,9 @@ from realhf.launch.slurm.commands import slurm_command
 from realhf.launch.slurm.state import job_state
 from realhf.lifecycle.controller import LAUNCHER_LOCK, note_end
 from realhf.report.run_status import ENDED, RunStatus, read_run_status
-from realhf.rundir.ending import EndRequest, request_end
-from realhf.rundir.later import is_to_be_planned
-from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import MASTER, RunDirectory
+from realhf.rundir.starts import is_to_be_planned, read_launched
+from realhf.rundir.status import EndRequest, request_end
 
 POLL_S = 0.2
 

@@ -26,7 +26,7 @@ def going_on(run: Run, directory: RunDirectory, request: RunRequest, step: int) 
         return f"nothing was saved: {_why_nothing(run, step)}\nstart anew with: {_new_command(request, directory)}"
     last = saved[-1]
     lost = f"; the steps after it, to step {step}, have to be made again" if step > last else ""
-    what = f"saved: the checkpoint after step {last}, {_short(step_folder(directory.checkpoints, last))}{lost}"
+    what = f"saved: the checkpoint after step {last}, {short(step_folder(directory.checkpoints, last))}{lost}"
     return f"{what}\ngo on with: {resume_command(request, directory)}"
 
 
@@ -39,13 +39,13 @@ def export_command(directory: RunDirectory) -> str | None:
             write_config(model, "float32")
     except UserError:
         return None
-    return shlex.join(["realhf", "convert", _short(directory.path), _short(directory.path / "exported")])
+    return shlex.join(["realhf", "convert", short(directory.path), short(directory.path / "exported")])
 
 
 def resume_command(request: RunRequest, directory: RunDirectory) -> str:
     """The command that goes on with the run in `directory`, with the options of the one that began it."""
     again, _ = split_words(request.words, not_kept(request.launcher))
-    where = ("--run-dir", _short(directory.path), "--resume")
+    where = ("--run-dir", short(directory.path), "--resume")
     return shlex.join(["realhf", "run", request.experiment, *where, *again])
 
 
@@ -76,7 +76,7 @@ def _new_command(request: RunRequest, directory: RunDirectory) -> str:
     path = directory.path
     free = next(other for n in count(2) if not (other := path.with_name(f"{path.name}-{n}")).exists())
     _, others = split_words(words, {"--run-dir": True})
-    return shlex.join(["realhf", *others, "--run-dir", _short(free)])
+    return shlex.join(["realhf", *others, "--run-dir", short(free)])
 
 
 def split_words(words: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
@@ -91,7 +91,7 @@ def split_words(words: Sequence[str], options: Mapping[str, bool]) -> tuple[list
     return chosen, others
 
 
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
     """Relative to the working directory where that is shorter to read."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -10,11 +10,10 @@ from pathlib import Path
 from realhf.base.errors import RunError, UserError
 from realhf.launch.process import AGAIN_ENDED
 from realhf.lifecycle.controller import continued, note_end, note_start
-from realhf.rundir.ending import requested_end
 from realhf.rundir.logs import start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import load_run
-from realhf.rundir.status import known_status
+from realhf.rundir.status import known_status, requested_end
 
 logger = logging.getLogger("realhf.again")
 # A shared file system may take a while to notice that the node of the earlier master is gone.

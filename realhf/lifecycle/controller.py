@@ -21,15 +21,13 @@ from realhf.lifecycle.resume import resumed_run
 from realhf.lifecycle.shrink import Suspects, elsewhere
 from realhf.lifecycle.unplanned import job_to_watch, planned_steps, why_unplanned
 from realhf.rundir.checkpoints import Choice, newest_good, remove_unfinished, saved_steps
-from realhf.rundir.ending import requested_end
 from realhf.rundir.events import EventKind, event_line, note
-from realhf.rundir.later import is_to_be_planned
-from realhf.rundir.launched import write_launched
 from realhf.rundir.lines import Tail, read_lines, step_line
 from realhf.rundir.paths import MASTER, RunDirectory, workers_in_words
 from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run, load_run
-from realhf.rundir.status import Status, read_status, write_status
+from realhf.rundir.starts import is_to_be_planned, write_launched
+from realhf.rundir.status import Status, read_status, requested_end, write_status
 
 LAUNCHER_LOCK = "launcher"
 WHILE_WAITING = "ended while its job waited in the queue, as was asked"
@@ -54,8 +52,8 @@ class Listener:
         """Another look was taken: the run directory may have news. `job`: the state of a cluster's job, "" for none."""
 
 
-def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
-    """Carries out a new run; returns its directory when it has ended well. It takes the signals of the main thread.
+def start(run: Run, request: RunRequest, listener: Listener) -> None:
+    """Carries out a new run; returns when it has ended well. It takes the signals of the main thread.
 
     Raises UserError or RunError if it could not be started or broke, KeyboardInterrupt after Ctrl-C or SIGTERM; notes
     say what was saved and which command goes on with a run that had begun. No process is left.
@@ -73,10 +71,9 @@ def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
             raise
         note_start(run, directory, "started")
         Controller(run, request, directory, launcher, listener).carry_out()
-    return directory
 
 
-def resume(request: RunRequest, listener: Listener) -> RunDirectory:
+def resume(request: RunRequest, listener: Listener) -> None:
     """As `start`, for the run in the request's directory, which goes on from its newest good checkpoint."""
     if request.run_dir is None:
         raise UserError("--resume goes on with a run that was begun: give its directory with --run-dir")
@@ -91,7 +88,6 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
             listener.say(f"the checkpoint after step {step} is passed over: {reason}")
         listener.say(f"the run goes on after step {run.spec.resume_step}")
         Controller(run, request, directory, launcher, listener).carry_out()
-    return directory
 
 
 def preview(run: Run, request: RunRequest) -> str:

@@ -1,7 +1,7 @@
 """A run as a job in a cluster's queue: submitted by itself, after another one, or with others; planned here or there.
 
 A job plans its run (`realhf.cli.in_job`) where this machine cannot know its nodes, or the checkpoints that it starts
-from are still to come. Until it has, the run directory holds what was asked for (`realhf.rundir.later`).
+from are still to come. Until it has, the run directory holds what was asked for (`realhf.rundir.starts`).
 """
 
 import contextlib
@@ -13,11 +13,9 @@ from realhf.lifecycle.controller import LAUNCHER_LOCK, Controller, Listener, not
 from realhf.lifecycle.new import check_experiment, fill, new_run
 from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.lifecycle.unplanned import job_to_watch, planned_steps, plans_in_job
-from realhf.rundir.later import is_to_be_planned, write_later
-from realhf.rundir.launched import write_launched
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, load_run
-from realhf.rundir.starts import begin_start
+from realhf.rundir.starts import begin_start, is_to_be_planned, write_later, write_launched
 from realhf.rundir.status import Status, known_status, write_status
 
 CANCELLED = "its job was cancelled with those that were started with it"

@@ -9,10 +9,9 @@ from realhf.launch.supervisor import LOG_LINES
 from realhf.lifecycle.interruption import Stopped
 from realhf.lifecycle.request import RunRequest
 from realhf.planning.clusters import cluster_of, devices_per_node, is_unknown_here
-from realhf.rundir.later import read_later, start_refusal
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, load_experiment_class
-from realhf.rundir.starts import current_start
+from realhf.rundir.starts import current_start, read_later, start_refusal
 from realhf.rundir.status import Status, known_status, write_status
 
 
@@ -57,7 +56,7 @@ def why_unplanned(directory: RunDirectory, end: str) -> Exception:
         is_wrong = status.returncode == 2
         return UserError(status.message) if is_wrong else RunError(status.message, returncode=status.returncode)
     if reason := start_refusal(read_later(directory)):
-        return RunError(reason[0], returncode=reason[1])
+        return reason
     log = directory.job_log
     return RunError(f"{end}, before its run was planned; log: {log}{last_lines(log, LOG_LINES)}")
 

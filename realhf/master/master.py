@@ -23,7 +23,6 @@ from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
 from realhf.master.vital_signs import VitalSigns
 from realhf.rundir.checkpoints import read_state, step_folder
-from realhf.rundir.ending import EndRequest, requested_end
 from realhf.rundir.events import note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.lines import append_line, evaluation_line, read_lines
@@ -31,7 +30,7 @@ from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from realhf.rundir.run import Run
 from realhf.rundir.samples import Sample, append_samples
 from realhf.rundir.starts import StaleStartError, check_start
-from realhf.rundir.status import RunState, Status, write_status
+from realhf.rundir.status import EndRequest, RunState, Status, requested_end, write_status
 from realhf.transport.clock import ListeningClock, now_s
 from realhf.transport.messages import (
     Alive,

@@ -15,11 +15,11 @@ from realhf.base.files import decode_json
 from realhf.dataflow.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
 from realhf.report.curves import EVALUATION, Curve, evaluation_curves, split_curves
 from realhf.rundir.events import Event, event_line
-from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.lines import evaluation_line, read_lines, step_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import OtherRunVersionError, read_spec
 from realhf.rundir.samples import StepSamples, read_samples
+from realhf.rundir.starts import is_to_be_planned
 from realhf.rundir.status import Status, read_status
 
 T = TypeVar("T")

@@ -88,7 +88,7 @@ class Score:
 
 
 class RewardPool:
-    """Scores samples in processes of its own, which end with the pool, and with this process however it ends.
+    """Scores samples in processes of its own, which `close` ends, and this process however it ends.
 
     Args:
         rewards: names of the functions, see `RewardSource`.
@@ -170,12 +170,6 @@ class RewardPool:
             driver.end()
         for driver in self._drivers:
             driver.join()
-
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _runs(self, reward: Function, count: int) -> list[range]:
         if reward.is_batch:

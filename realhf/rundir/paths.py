@@ -67,9 +67,9 @@ class RunDirectory:
     start = _Below("launcher/start")  # the id of the newest start (`realhf.rundir.starts`)
     exits = _Below("launcher/exits")  # by start: where each task of a SLURM job leaves its exit code, in a file
     job_log = _Below("launcher/slurm.log")  # the output of the batch script and of srun
-    launched = _Below("launcher/job.json")  # the last start (`realhf.rundir.launched`)
-    request = _Below("launcher/request.json")  # the request of a run that its job plans (`realhf.rundir.later`)
-    stop = _Below("launcher/stop")  # asks the master to end with a checkpoint (`realhf.rundir.ending`)
+    launched = _Below("launcher/job.json")  # the last start (`realhf.rundir.starts`)
+    request = _Below("launcher/request.json")  # the request of a run that its job plans (`realhf.rundir.starts`)
+    stop = _Below("launcher/stop")  # asks the master to end with a checkpoint (`realhf.rundir.status`)
     switch = _Below("launcher/switch")  # asks the master to end after the next checkpoint, for another plan
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """The examples of docs/rewards.md score what the page says."""
 
+import contextlib
 import importlib
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_the_functions_of_the_page(folder: Path) -> None:
         Sample(id=i, step=0, prompt="2 + 2?", response=response, row={**row, "level": 3 - i})
         for i, response in enumerate(["Well,\n4", "no idea at all, not the least"])
     ]
-    with RewardPool(names, FunctionOptions(timeout_s=600)) as pool:
+    with contextlib.closing(RewardPool(names, FunctionOptions(timeout_s=600))) as pool:
         right, wrong = pool.score(samples)
     assert list(right.values.values()) == [1] * 6
     assert list(wrong.values.values()) == [0, None, 0, 0, 0, 0]

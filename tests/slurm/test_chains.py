@@ -14,7 +14,7 @@ from testbed.cluster import Testbed
 
 from realhf.dataflow.plan import load_plan
 from realhf.lifecycle.new import new_run
-from realhf.rundir.launched import read_launched
+from realhf.rundir.starts import read_launched
 from tests.e2e.forked import quickly_finished
 from tests.e2e.runs import ACTOR, ROOT, FinishedRun, command, realhf
 from tests.e2e.test_resume import statistics

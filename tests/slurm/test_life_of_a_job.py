@@ -15,7 +15,7 @@ import torch
 from testbed.cluster import Testbed
 
 from realhf.dataflow.plan import save_plan
-from realhf.rundir.launched import read_launched
+from realhf.rundir.starts import read_launched
 from tests.e2e.runs import ROOT, FinishedRun, command, finished, realhf
 from tests.e2e.test_faults import StartedRun
 from tests.e2e.test_resume import JOB, MODELS, statistics

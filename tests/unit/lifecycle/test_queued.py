@@ -23,13 +23,11 @@ from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.unplanned import note_unplanned, plans_in_job
 from realhf.planning.here import hardware_here
 from realhf.planning.model.descriptions import leave_description
-from realhf.rundir.ending import EndRequest, request_end
 from realhf.rundir.events import read_events
-from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import load_run
-from realhf.rundir.starts import current_start
-from realhf.rundir.status import RunState, Status, known_status, write_status
+from realhf.rundir.starts import current_start, is_to_be_planned
+from realhf.rundir.status import EndRequest, RunState, Status, known_status, request_end, write_status
 from tests.unit.lifecycle.requests import request_of
 from tests.unit.machine.nvml import H100, stand_in
 

@@ -16,12 +16,11 @@ from realhf.base.files import write_atomically
 from realhf.master import master as master_module
 from realhf.master.master import Master
 from realhf.master.milestones import Milestones
-from realhf.rundir.ending import EndRequest, request_end
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import append_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Deadlines
-from realhf.rundir.status import read_status
+from realhf.rundir.status import EndRequest, read_status, request_end
 from realhf.transport import clock as awake
 from realhf.transport.messages import Hello, Ready, Shutdown, ToMaster
 from tests.unit.master.test_master import Clock, ScriptedServer

@@ -1,5 +1,6 @@
 """Rewards in processes: values, failures of every kind under every policy, ends of processes."""
 
+import contextlib
 import io
 import os
 import signal
@@ -55,7 +56,7 @@ def name(function: str) -> str:
 
 def score(functions: list[str], samples: list[Sample], log: Any = None, **options: Any) -> list[Score]:
     settings = FunctionOptions(**{"timeout_s": PATIENCE_S, **options})
-    with RewardPool([name(function) for function in functions], settings, log) as pool:
+    with contextlib.closing(RewardPool([name(function) for function in functions], settings, log)) as pool:
         return pool.score(samples)
 
 
@@ -72,7 +73,9 @@ def test_nothing_to_score() -> None:
 
 
 def test_weights() -> None:
-    with RewardPool([f"{name('fine')}=0.5", f"{name('without')}=3", f"{name('raises')}=0"], FunctionOptions()) as pool:
+    with contextlib.closing(
+        RewardPool([f"{name('fine')}=0.5", f"{name('without')}=3", f"{name('raises')}=0"], FunctionOptions())
+    ) as pool:
         assert pool.names == ["fine", "without", "raises"]
         [one, other] = pool.score(of("ab"))
     assert one.reward == 0.5 * ord("a") + 3
@@ -85,7 +88,7 @@ def test_weights() -> None:
 def test_a_reward_is_the_weighted_sum_over_what_has_a_value(weights: list[float], response: str) -> None:
     functions = ["fine", "without", "fine", "without"][: len(weights)]
     names = [f"{name(function)}={weight!r}" for function, weight in zip(functions, weights, strict=True)]
-    with RewardPool(names, FunctionOptions()) as pool:
+    with contextlib.closing(RewardPool(names, FunctionOptions())) as pool:
         [one] = pool.score(of(response))
     expected = {"fine": float(ord(response)), "without": None if response == "x" else 1.0}
     values = [expected[function] for function in functions]
@@ -222,7 +225,7 @@ def started(folder: Path) -> list[int]:
 
 def test_a_process_killed_in_a_call_is_replaced_and_the_call_made_again(tmp_path: Path) -> None:
     results: list[Score] = []
-    with RewardPool([name("waits_in")], FunctionOptions()) as pool:
+    with contextlib.closing(RewardPool([name("waits_in")], FunctionOptions())) as pool:
         thread = threading.Thread(
             target=lambda: results.extend(pool.score([sample(i, row={"folder": str(tmp_path)}) for i in range(3)]))
         )
@@ -258,7 +261,7 @@ def test_closing_ends_processes_and_a_call(tmp_path: Path) -> None:
 
 def test_threads_share_a_pool() -> None:
     results: dict[str, list[Score]] = {}
-    with RewardPool([name("fine"), name("async_raises")], FunctionOptions(processes=2)) as pool:
+    with contextlib.closing(RewardPool([name("fine"), name("async_raises")], FunctionOptions(processes=2))) as pool:
         threads = [
             threading.Thread(target=lambda text=text: results.update({text: pool.score(of(text))}))  # type: ignore[misc]
             for text in ("abc" * 20, "def" * 20, "ghi" * 20)
@@ -299,7 +302,9 @@ def test_the_code_of_functions_is_in_their_processes_alone(tmp_path: Path) -> No
     """What a file imports or loads takes no memory of the worker."""
     functions = "def f(response): return 1\nasync def g(response): return 2"
     (tmp_path / "r.py").write_text(f"import os\nopen(f'{tmp_path}/pid-{{os.getpid()}}', 'w')\n{functions}")
-    with RewardPool([f"{tmp_path}/r.py:f", f"{tmp_path}/r.py:g"], FunctionOptions(processes=2)) as pool:
+    with contextlib.closing(
+        RewardPool([f"{tmp_path}/r.py:f", f"{tmp_path}/r.py:g"], FunctionOptions(processes=2))
+    ) as pool:
         assert [one.reward for one in pool.score(of("ab"))] == [3, 3]
         wait_until(lambda: len(started(tmp_path)) == 3)
         assert set(started(tmp_path)) == set(pids(pool))
@@ -308,7 +313,7 @@ def test_the_code_of_functions_is_in_their_processes_alone(tmp_path: Path) -> No
 def test_a_function_that_is_gone_when_processes_start(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("def f(response): return 1")
-    with RewardPool([f"{file}:f"], FunctionOptions()) as pool:
+    with contextlib.closing(RewardPool([f"{file}:f"], FunctionOptions())) as pool:
         assert pool.score(of("a"))[0].reward == 1
         file.write_text("import nothing_here")
         os.kill(pids(pool)[0], signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Rewards from an HTTP server that answers well, late, wrongly, or not at all."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -53,9 +54,8 @@ def rewards(asked: dict[str, Any]) -> bytes:
 
 def scores(options: str, responses: tuple[str, ...] = ("a", "bb", "ccc")) -> list[float | None]:
     samples = [sample(i, response, row={"answer": i, "level": 2}) for i, response in enumerate(responses)]
-    with RewardPool(
-        [f"ready:server({options})", "ready:regex(pattern='.*')=0"], FunctionOptions(timeout_s=PATIENCE_S)
-    ) as pool:
+    rewards = [f"ready:server({options})", "ready:regex(pattern='.*')=0"]
+    with contextlib.closing(RewardPool(rewards, FunctionOptions(timeout_s=PATIENCE_S))) as pool:
         return [one.values["server"] for one in pool.score(samples)]
 
 

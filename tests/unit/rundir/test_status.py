@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.rundir.ending import EndRequest, request_end, requested_end
+from realhf.rundir.status import EndRequest, request_end, requested_end
 
 
 @pytest.mark.parametrize(
