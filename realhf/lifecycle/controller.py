@@ -13,8 +13,8 @@ from realhf.launch.process import Job, job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Detached, Interruption, Stopped
-from realhf.lifecycle.kept_times import keep_times
 from realhf.lifecycle.new import data_lines, fill, hardware_lines
+from realhf.lifecycle.replan import keep_times
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.resume import resumed_run

@@ -1,6 +1,10 @@
-"""The plan of a run is searched again with the times that its calls really take; whether a change to it pays."""
+"""Measured times of a run's calls: its plan is searched again with them, a change to it pays or not, and they are kept
+beside the profiles that predicted them, for the plans of later runs."""
 
+import math
 import statistics
+from collections import defaultdict
+from pathlib import Path
 
 import msgspec
 
@@ -11,6 +15,9 @@ from realhf.master.drift import WARM_UP, WINDOW, call_factors
 from realhf.planning.explain.comparison import describe, explain
 from realhf.planning.here import divided, hardware_here
 from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.experience import RunTimes, SeenCall, digest_of, save_run_times
+from realhf.planning.model.profile import profile_path
+from realhf.planning.model.timings import ProfiledTimings
 from realhf.planning.planner import search_for, task_of
 from realhf.planning.predict import predict
 from realhf.planning.request import Measured, PlanRequest, SearchBudget
@@ -24,6 +31,8 @@ from realhf.rundir.run import Run, load_run
 EVALUATIONS = 20_000
 # A step predicted to be shorter by less than this part is within what predictions are worth.
 LEAST_GAIN = 0.05
+# Times are kept after so many steps, beside those that warm up.
+FEWEST_STEPS = 3
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,3 +106,33 @@ def planned_task(run: Run, factors: dict[str, float], *, ignores_runs: bool = Fa
         offload=run.plan.offload, saves=run.spec.saves, staleness=run.plan.staleness, measured=measured
     )
     return task_of(run.experiment, cluster, request)
+
+
+def keep_times(run: Run, directory: RunDirectory) -> None:
+    """Writes, for each profile that predicted calls of the run's last plan, what these calls took. Nothing after
+    too few steps. Raises UserError where the metrics or a profile cannot be read."""
+    lines = lines_under(run.plan, read_lines(directory.metrics, step_line).values)[WARM_UP:]
+    if len(lines) < FEWEST_STEPS:
+        return
+    task = planned_task(run, {}, ignores_runs=True)
+    seen: dict[Path, list[SeenCall]] = defaultdict(list)
+    for name, call in run.plan.calls.items():
+        model = task.call_models[name].under(call.compute)
+        seconds = [line["calls"][name]["seconds"] for line in lines if name in line["calls"]]
+        if not seconds or min(seconds) <= 0 or not isinstance(model.timings, ProfiledTimings):
+            continue
+        shape = call.layout.strategy, call.micro_batches
+        logarithms = [math.log(value) for value in seconds]
+        spread = statistics.stdev(logarithms) if len(logarithms) > 1 else 0.0
+        path = profile_path(model.timings.model, model.timings.dtype, task.cluster.hardware.name)
+        seen[path].append(
+            SeenCall(
+                interface=model.call.interface_type.value,
+                option=model.option_text(*shape),
+                log_ratio=statistics.median(logarithms) - math.log(model.seconds(*shape)),
+                noise=spread * math.sqrt(math.pi / 2 / len(logarithms)),  # the standard error of a median
+            )
+        )
+    name = str(directory.path.resolve())
+    for path, calls in seen.items():
+        save_run_times(RunTimes(run=name, profile=digest_of(path), calls=tuple(calls)), path)
