@@ -14,7 +14,7 @@ from realhf.architecture.transformers_config import check_backend
 from realhf.base.errors import UserError
 from realhf.base.numbers import STALENESS, check_range
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef, Split
 from realhf.dataflow.pools import Pool
 
 
@@ -92,8 +92,12 @@ class ResolvedExperiment:
         return DataflowGraph(self._with_copies(calls), keys, follows | self._copies, pools)
 
     @cached_property
-    def evaluation_graph(self) -> DataflowGraph | None:
-        return DataflowGraph(self.evaluation.rpcs, self.evaluation.dataset.keys) if self.evaluation else None
+    def graphs(self) -> dict[Split, DataflowGraph]:
+        """The graph of training, and that of evaluation where there is one."""
+        graphs: dict[Split, DataflowGraph] = {"train": self.graph}
+        if self.evaluation:
+            graphs["evaluation"] = DataflowGraph(self.evaluation.rpcs, self.evaluation.dataset.keys)
+        return graphs
 
     def stale(self, staleness: int) -> "ResolvedExperiment":
         """The experiment with rollouts by weights so many steps older; itself where that is so."""

@@ -93,7 +93,7 @@ def _read(run: Run) -> Iterator[tuple[str, list[Path], Callable[[Path], str]]]:
         for part in dataset.parts:
             yield what, data_files(part.path), known_digest
             yield f"tokenizer of the {what}", tokenizer_files(part.tokenizer, part.chat_template), known_digest
-    for graph in run.graphs.values():
+    for graph in run.experiment.graphs.values():
         for call in graph.calls.values():
             if call.interface_impl.read_files:
                 yield f"code of {call.name}", list(map(Path, call.interface_impl.read_files)), known_digest

@@ -9,8 +9,8 @@ from realhf.data.merged import MergedDataset
 from realhf.data.row_order import row_of
 from realhf.data.text_dataset import TextDataset
 from realhf.data.tokenizer import Tokens
+from realhf.dataflow.graph import Split
 from realhf.rundir.run import Run
-from realhf.transport.messages import Split
 
 # More steps than most runs have in flight; rows of other steps are tokenised again.
 _KEPT_STEPS = 4
@@ -109,4 +109,4 @@ def rows_of(run: Run, split: Split) -> DatasetRows:
     data = run.experiment.evaluation if split == "evaluation" else run.experiment
     assert data is not None, "there is no evaluation"
     seed = run.experiment.seed if split == "train" else None
-    return DatasetRows(data.dataset, seed, run.batch_size(split), run.graphs[split].samples_per_prompt)
+    return DatasetRows(data.dataset, seed, run.batch_size(split), run.experiment.graphs[split].samples_per_prompt)

@@ -127,7 +127,7 @@ def check_run(run: Run, request: RunRequest) -> None:
             check_checkpoint(setup.checkpoint, run.experiment.graph.models[name], setup.new_head)
     _ = run.initial_steps  # raises if a checkpoint lacks optimizer states
     if evaluation := run.experiment.evaluation:
-        graph, extent, size = run.graphs["evaluation"], evaluation.dataset.check(), evaluation.batch_size
+        graph, extent, size = run.experiment.graphs["evaluation"], evaluation.dataset.check(), evaluation.batch_size
         check_fit(graph, extent)
         if extent.rows < graph.rows_per_step(size):
             each = _per_prompt(graph)
@@ -172,7 +172,7 @@ def data_lines(run: Run) -> list[str]:
     if evaluation := run.experiment.evaluation:
         said.append(evaluation.dataset.describe())
         rows = evaluation.dataset.check().rows
-        size = run.graphs["evaluation"].rows_per_step(evaluation.batch_size)
+        size = run.experiment.graphs["evaluation"].rows_per_step(evaluation.batch_size)
         if rows % size:
             said.append(f"the evaluation takes the first {rows - rows % size} rows, which fill its batches of {size}")
     return said

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from realhf.base.errors import RunError
 from realhf.data.rows import DatasetRows
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef, Split
 from realhf.dataflow.offload import Load, loads_of, models_needed, with_loads
 from realhf.dataflow.plan import CallPlan
 from realhf.geometry.layout import Layout
@@ -33,7 +33,6 @@ from realhf.transport.messages import (
     Reply,
     SaveCheckpoint,
     Span,
-    Split,
     Transfer,
 )
 

@@ -13,6 +13,7 @@ from realhf.base.files import writing_a_run
 from realhf.data.inputs import check_inputs
 from realhf.data.rows import DatasetRows, rows_of
 from realhf.dataflow.copies import with_copies
+from realhf.dataflow.graph import Split
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.master.clocks import WorkerClocks
 from realhf.master.drift import DriftWatch, reported_calls
@@ -43,7 +44,6 @@ from realhf.transport.messages import (
     Ready,
     Reply,
     Shutdown,
-    Split,
     ToMaster,
     ToWorker,
 )
@@ -295,7 +295,7 @@ class Master:
             )
 
     async def _evaluate(self, step: int) -> None:
-        run, graph = self._run, self._run.graphs.get("evaluation")
+        run, graph = self._run, self._run.experiment.graphs.get("evaluation")
         if graph is None:
             return
         self._recorder.set(f"evaluation after step {step}")

@@ -18,7 +18,7 @@ from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned, read_bytes
 from realhf.base.numbers import check_range
 from realhf.base.options import Common, Option, check_options
-from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, Split
 from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, load_plan
 from realhf.geometry.layout import Layout
@@ -26,7 +26,6 @@ from realhf.geometry.shards import Placement
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.planning.model.hardware import Hardware
 from realhf.rundir.paths import RunDirectory
-from realhf.transport.messages import Split
 
 T = TypeVar("T")
 
@@ -210,14 +209,6 @@ class Run:
     experiment: ResolvedExperiment
     plan: ExecutionPlan
 
-    @cached_property
-    def graphs(self) -> dict[Split, DataflowGraph]:
-        """The graph of training, and that of evaluation where there is one."""
-        graphs: dict[Split, DataflowGraph] = {"train": self.experiment.graph}
-        if self.experiment.evaluation_graph:
-            graphs["evaluation"] = self.experiment.evaluation_graph
-        return graphs
-
     def batch_size(self, split: Split) -> int:
         """Samples of a step, or of a batch of the evaluation."""
         evaluation = self.experiment.evaluation if split == "evaluation" else None
@@ -276,7 +267,7 @@ class Run:
         if split == "train":
             return self.plan.of_call(self.experiment.graph, call.name, self.batch_size(split))
         if call.runs_beside:
-            place = self.graphs[split].calls[self.graphs[split].place_of(call.name)]
+            place = self.experiment.graphs[split].calls[self.experiment.graphs[split].place_of(call.name)]
             return beside_plan(self.call_plan(split, place), self.batch_size(split))
         twin = self.plan.calls[evaluation_twin(self.experiment.graph, call)]
         chunks = 1 if call.generates else twin.chunks
@@ -284,17 +275,17 @@ class Run:
 
     def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:
         """All calls of training and evaluation, and where they run."""
-        calls = ((split, call) for split, graph in self.graphs.items() for call in graph.calls.values())
+        calls = ((split, call) for split, graph in self.experiment.graphs.items() for call in graph.calls.values())
         return [(call, self.call_plan(split, call).layout) for split, call in calls]
 
     def check(self) -> None:
         """Raises UserError if evaluation, `record` and the plan's layouts do not fit each other, or an interface has no
         implementation. The plan itself is checked where it enters."""
-        for graph in self.graphs.values():
+        for graph in self.experiment.graphs.values():
             for call in graph.calls.values():
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
         self._check_record()
-        if evaluation := self.graphs.get("evaluation"):
+        if evaluation := self.experiment.graphs.get("evaluation"):
             batch_size = self.batch_size("evaluation")
             evaluation.rows_per_step(batch_size, "the evaluation's batch_size")
             for call in evaluation.calls.values():

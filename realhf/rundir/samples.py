@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from realhf.base.files import decode_json
+from realhf.dataflow.graph import Split
 from realhf.rundir.lines import Step, append_line, read_lines, read_spread
-from realhf.transport.messages import Split
 
 # A reader wants the newest samples, and a few earlier ones to compare.
 TAIL_BYTES = 2**20

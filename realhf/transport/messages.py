@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from realhf.architecture.decoding import GraphLife
+from realhf.dataflow.graph import Split
 from realhf.dataflow.interface import SampleDType
 from realhf.geometry.layout import Layout
 
-Split = Literal["train", "evaluation"]
 # "sending", "writing" and "beside" (calls beside the devices) run on threads of their own, beside the other phases.
 Phase = Literal[
     "setup", "reallocation", "sending", "offload", "transfer", "compute", "checkpoint", "writing", "beside", "waiting"

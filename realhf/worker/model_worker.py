@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from realhf.data.rows import rows_of
-from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelInterfaceType
+from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelInterfaceType, Split
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch
 from realhf.geometry.layout import Layout
@@ -39,7 +39,6 @@ from realhf.transport.messages import (
     Reply,
     SaveCheckpoint,
     Span,
-    Split,
     Transfer,
 )
 from realhf.worker import rollouts
@@ -81,8 +80,8 @@ class ModelWorker:
         self._groups = GroupTable(
             layouts, rank, self._timeout_s, sharing_ranks(calls), waits, sharing_ranks(calls, beside=True)
         )
-        self._graphs = run.graphs
-        self._readers = {split: rows_of(run, split) for split in run.graphs}
+        self._graphs = run.experiment.graphs
+        self._readers = {split: rows_of(run, split) for split in run.experiment.graphs}
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
         self._reading = threading.Lock()  # guards the data sets: calls, and calls beside the devices, read them

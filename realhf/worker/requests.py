@@ -29,7 +29,7 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
 def _not_planned(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
     match request:
         case CallFunction(call=call, batch=batch, layout=layout):
-            definition = run.graphs[batch.split].calls.get(call)
+            definition = run.experiment.graphs[batch.split].calls.get(call)
             if definition is None or layout != run.call_plan(batch.split, definition).layout:
                 return f"a call {call} in a layout that the plan does not have"
             size = run.batch_size(batch.split)
@@ -41,7 +41,7 @@ def _not_planned(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
                 return f"to prepare for {name} otherwise than the plan has it"
         case Reallocate(call=call, batch=batch) | PrepareMove(name=call, batch=batch):
             model, layout = request.model, request.layout
-            definition = run.graphs[batch.split].calls.get(call)
+            definition = run.experiment.graphs[batch.split].calls.get(call)
             planned = definition and (definition.model_name, run.call_plan(batch.split, definition).layout)
             if (model, layout) != planned:
                 return f"a reallocation for {call} that the plan does not have"
@@ -54,7 +54,7 @@ def _not_planned(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
             ):
                 return f"the release of a copy of {model} that the plan does not have"
         case Transfer(batch=batch, sends=sends, receives=receives):
-            keys = {key for call in run.graphs[batch.split].calls.values() for key in call.output_data}
+            keys = {key for call in run.experiment.graphs[batch.split].calls.values() for key in call.output_data}
             ends = [(each.peer, each.key) for each in sends] + [(each.peer, each.key) for each in receives]
             if any(peer >= run.spec.num_workers or key not in keys for peer, key in ends):
                 return f"a transfer of {batch} of keys or workers that the run does not have"
@@ -71,5 +71,5 @@ def _not_planned(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
 def _no_batch(run: Run, batch: BatchKey | None) -> str | None:
     if batch is None:
         return None
-    is_known = batch.step < run.experiment.steps if batch.split == "train" else batch.split in run.graphs
+    is_known = batch.step < run.experiment.steps if batch.split == "train" else batch.split in run.experiment.graphs
     return None if is_known else f"a request of {batch}, which the run does not have"

@@ -9,7 +9,7 @@ import torch
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.resolved import ResolvedExperiment
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, Split
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
@@ -17,7 +17,7 @@ from realhf.engine.residency.residency import Where
 from realhf.parallel.groups import GroupTable
 from realhf.realloc.execute.verification import VerificationError
 from realhf.rundir.run import Run, RunSpec
-from realhf.transport.messages import BatchKey, FollowParameters, PrepareMove, Reallocate, Release, Split
+from realhf.transport.messages import BatchKey, FollowParameters, PrepareMove, Reallocate, Release
 from realhf.worker.parameter_moves import ParameterMoves
 from tests.distributed.pool import run_distributed
 from tests.distributed.test_realloc import FlipsABit

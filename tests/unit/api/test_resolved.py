@@ -83,7 +83,7 @@ def test_each_part_is_asked_for_and_derived_once() -> None:
     experiment = ResolvedExperiment(Asked(batch_size=8, evaluate=False))
     for _ in range(2):
         assert experiment.graph.models.keys() == experiment.setups.keys()
-        assert (experiment.settings.batch_size, experiment.evaluation, experiment.evaluation_graph) == (8, None, None)
+        assert (experiment.settings.batch_size, experiment.evaluation, [*experiment.graphs]) == (8, None, ["train"])
         assert experiment.calls
         assert experiment.dataset
         assert experiment.stale(0) is experiment

@@ -58,10 +58,13 @@ def run(tmp_path: Path, checkpoint: Path) -> Any:
     }
     return SimpleNamespace(
         experiment=SimpleNamespace(
-            dataset=dataset, steps=5, setups=setups, evaluation=SimpleNamespace(dataset=held_out)
+            dataset=dataset,
+            steps=5,
+            setups=setups,
+            evaluation=SimpleNamespace(dataset=held_out),
+            graphs={"train": SimpleNamespace(calls={"score": rule})},
         ),
         spec=SimpleNamespace(resume_step=0, replay=str(tmp_path / "rollouts")),
-        graphs={"train": SimpleNamespace(calls={"score": rule})},
         changing_models=["actor"],
     )
 
@@ -216,8 +219,8 @@ def test_what_a_run_reads_by_what_it_is_for(run: Any, directory: RunDirectory, t
     assert list(inputs_of(run)) == small
     run.spec.resume_step = 1
     assert list(inputs_of(run)) == [name for name in small if "actor" not in name]
-    score = run.graphs["train"].calls["score"]
-    run.graphs["evaluation"] = SimpleNamespace(calls={"judge": score})
+    score = run.experiment.graphs["train"].calls["score"]
+    run.experiment.graphs["evaluation"] = SimpleNamespace(calls={"judge": score})
     score.name = "judge"
     assert "code of judge" in inputs_of(run)
     score.interface_impl.read_files = ()

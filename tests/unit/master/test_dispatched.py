@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Split
 from realhf.dataflow.plan import CallCompute, CallPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master import loop
@@ -34,7 +34,6 @@ from realhf.transport.messages import (
     SaveCheckpoint,
     Send,
     Span,
-    Split,
     ToWorker,
     Transfer,
 )

@@ -15,7 +15,7 @@ from realhf.data import sort_task
 from realhf.data.datasets import SFTDataset
 from realhf.data.rows import DatasetRows
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Split
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master import master as master_module
@@ -31,7 +31,7 @@ from realhf.rundir.samples import Sample
 from realhf.rundir.starts import StaleStartError, begin_start, current_start
 from realhf.rundir.status import read_status
 from realhf.transport import clock as awake
-from realhf.transport.messages import CheckpointWritten, Completion, Reply, Span, Split
+from realhf.transport.messages import CheckpointWritten, Completion, Reply, Span
 from tests.unit.api.calls import call
 from tests.unit.master.test_master import Clock, ScriptedServer
 
@@ -106,6 +106,7 @@ def run_of(dataset: SFTDataset | None = None, **changes: Any) -> Any:
         experiment_file="", experiment_class="", values={}, working_directory="", num_workers=3, devices_per_node=2,
         resume_step=4,
     )  # fmt: skip
+    graphs = {"train": GRAPH, **({"evaluation": EVALUATION} if "evaluation" in changes else {})}
     given = {
         "spec": msgspec.structs.replace(spec, **changes.pop("spec", {})),
         "plan": ExecutionPlan(
@@ -117,10 +118,9 @@ def run_of(dataset: SFTDataset | None = None, **changes: Any) -> Any:
             },
             max_steps_in_flight=2,
         ),
-        "graphs": {"train": GRAPH},
         "batch_size": lambda _: 4,
         "experiment": SimpleNamespace(
-            graph=GRAPH, steps=9, seed=5, dataset=dataset, evaluation=changes.pop("evaluation", None)
+            graph=GRAPH, graphs=graphs, steps=9, seed=5, dataset=dataset, evaluation=changes.pop("evaluation", None)
         ),
         "homes": {"actor": ZERO, "reference": ZERO},
         "deadlines": Deadlines(),
@@ -257,7 +257,7 @@ EVALUATION = DataflowGraph(
 def evaluated(directory: RunDirectory, dataset: SFTDataset, dispatcher: Any) -> tuple[Master, Told]:
     """The evaluation after step 6, in batches of 4: two whole ones of nine rows."""
     evaluation = SimpleNamespace(dataset=dataset, batch_size=4, every_steps=None)
-    run = run_of(dataset, evaluation=evaluation, graphs={"train": GRAPH, "evaluation": EVALUATION})
+    run = run_of(dataset, evaluation=evaluation)
     master, told = master_of(run, directory)
     master._dispatcher, master._statistics = dispatcher, {"loss": 1.0, "reward": 9.0}
     asyncio.run(master._evaluate(6))

@@ -191,7 +191,7 @@ def test_an_evaluation_never_generates_in_chunks() -> None:
     home = CallPlan(devices=(0, 4), dp=2, pp=2, chunks=2, micro_batches=4)
     run = run_of(ExecutionPlan(num_devices=4, calls={"m_train_step": home}), num_workers=4)
     run.check()
-    assert run.call_plan("evaluation", run.graphs["evaluation"].calls["accuracy"]) == CallPlan(
+    assert run.call_plan("evaluation", run.experiment.graphs["evaluation"].calls["accuracy"]) == CallPlan(
         devices=(0, 4), dp=2, pp=2
     )
     inference = call("m", INFERENCE, ["x"], name="loss")

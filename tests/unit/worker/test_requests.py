@@ -68,7 +68,7 @@ def requests_of(run: Run, checkpoints: Path) -> list[ToWorker]:
     async def script() -> None:
         train = PlannedGraph("train", run.experiment.graph, run.plan.calls, run.homes, 8, offload=run.plan.offload)
         await workers.dispatcher.run_steps(train, run.plan.unrolled(run.experiment.graph, 2), 2, lambda *_: None)
-        workers.graph = graph = run.experiment.evaluation_graph
+        workers.graph = graph = run.experiment.graphs["evaluation"]
         calls = {name: run.call_plan("evaluation", call) for name, call in graph.calls.items()}
         evaluate = PlannedGraph("evaluation", graph, calls, run.homes, 4, offload=run.plan.offload)
         await workers.dispatcher.run_steps(evaluate, [("accuracy", 0), ("accuracy", 1)], 1, lambda *_: None)
