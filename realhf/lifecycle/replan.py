@@ -31,7 +31,7 @@ from realhf.rundir.run import Run, load_run
 EVALUATIONS = 20_000
 # A step predicted to be shorter by less than this part is within what predictions are worth.
 LEAST_GAIN = 0.05
-# Times are kept after so many steps, beside those that warm up.
+# The fewest steps, besides those that warm up, after which times are kept.
 FEWEST_STEPS = 3
 
 

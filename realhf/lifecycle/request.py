@@ -142,7 +142,7 @@ class RunRequest:
 
     @cached_property
     def directory(self) -> RunDirectory:
-        """That of a new run: `run_dir`, or one named after the experiment and the time."""
+        """The directory of a new run: `run_dir`, or one named after the experiment and the time."""
         return RunDirectory(self.run_dir or default_run_directory(self.experiment))
 
     @property

@@ -124,7 +124,7 @@ def _submitted(
 
 
 def _each(made: Sequence[QueuedRun], watched: Callable[[int, Callable[[Listener], None]], T]) -> list[T]:
-    """What `watched` makes of watching each run, by its number, to its end. An error takes back those after it."""
+    """Watches each run to its end; returns the results of `watched`. An error takes back the runs after it."""
     found = []
     for number, one in enumerate(made):
         try:
