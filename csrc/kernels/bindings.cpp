@@ -35,7 +35,7 @@ PYBIND11_MODULE(_cpu, m) {
            int64_t tokens, uintptr_t places, uintptr_t key, int64_t key_stride, uintptr_t value,
            int64_t value_stride) {
             write(dtype, {kv_heads, 1, head_dim}, {at<void>(keys), at<void>(values), pages}, tokens,
-                  at<int64_t>(places), {at<void>(key), key_stride}, {at<void>(value), value_stride});
+                  at<int64_t>(places), matrix(key, key_stride), matrix(value, value_stride));
         },
         Release());
     m.def(
@@ -45,8 +45,8 @@ PYBIND11_MODULE(_cpu, m) {
            int64_t query_stride, uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride,
            double scale, int64_t window, uintptr_t out) {
             attend(dtype, {kv_heads, group, head_dim}, {at<void>(keys), at<void>(values), pages},
-                   {count, at<int32_t>(table), stride, at<int64_t>(lengths)}, {at<void>(query), query_stride},
-                   {at<void>(key), key_stride}, {at<void>(value), value_stride}, scale, window, at<void>(out));
+                   {count, at<int32_t>(table), stride, at<int64_t>(lengths)}, matrix(query, query_stride),
+                   matrix(key, key_stride), matrix(value, value_stride), scale, window, at<void>(out));
         },
         Release());
     m.def("has_products", has_products);

@@ -27,8 +27,7 @@ void decode_layer(DType dtype, LayerShape shape, const LayerWeights& weights, vo
     rotate(dtype, rows, heads.kv_heads * heads.group, heads.head_dim, qkv, cosine, sine, qkv);
     rotate(dtype, rows, heads.kv_heads, heads.head_dim, key, cosine, sine, key);
     const double scale = 1 / std::sqrt(static_cast<double>(heads.head_dim));
-    attend(dtype, heads, cache, sequences, {qkv.data, qkv.stride}, {key.data, key.stride}, {value.data, value.stride},
-           scale, window, mixed.data);
+    attend(dtype, heads, cache, sequences, qkv, key, value, scale, window, mixed.data);
     product(dtype, rows, hidden, query, mixed, weights.output, nullptr, true, state);
 
     rms_norm(dtype, rows, hidden, state, weights.post_norm, weights.epsilon, normed);

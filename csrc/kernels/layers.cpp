@@ -1,7 +1,6 @@
 #include "layers.h"
 
 #include <cmath>
-#include <stdexcept>
 
 namespace kernels {
 namespace {
@@ -12,24 +11,6 @@ INLINE void for_lanes(int64_t width, const Step& step) {
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) step(i, int64_t{LANES});
     if (i < width) step(i, width - i);
-}
-
-template <class S>
-INLINE Floats loaded(const S* from, int64_t count) {
-    Floats lanes;
-    if (count == LANES)
-        load(lanes, from);
-    else
-        load_part(lanes, from, count, 0.0f);
-    return lanes;
-}
-
-template <class S>
-INLINE void stored(S* to, const Floats& lanes, int64_t count) {
-    if (count == LANES)
-        store(to, lanes);
-    else
-        store_part(to, lanes, count);
 }
 
 // 1 / sqrt(mean(x^2) + epsilon)
@@ -43,7 +24,7 @@ INLINE float inverse_rms(const S* from, int64_t width, float epsilon) {
         odd += b * b;
     }
     for (; d < width; d += LANES) {
-        const Floats a = loaded(from + d, width - d < LANES ? width - d : LANES);
+        const Floats a = loaded(from + d, width - d);
         even += a * a;
     }
     return 1.0f / std::sqrt(sum(even + odd) / static_cast<float>(width) + epsilon);
@@ -59,7 +40,7 @@ INLINE void rms_norm_rows(int64_t rows, int64_t width, Matrix x, const void* wei
         for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
             Floats normalised = loaded(from + d, count) * scale;
             round_to<S>(normalised);
-            stored(to + d, loaded(w + d, count) * normalised, count);
+            store(to + d, loaded(w + d, count) * normalised, count);
         });
     }
 }
@@ -90,7 +71,7 @@ INLINE void rms_norm_gradient_rows(int64_t rows, int64_t width, Matrix x, const 
         });
         const float back = scale * scale * sum(dot) / static_cast<float>(width);
         for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
-            stored(to + d, scale * (loaded(w + d, count) * loaded(g + d, count) - back * loaded(from + d, count)), count);
+            store(to + d, scale * (loaded(w + d, count) * loaded(g + d, count) - back * loaded(from + d, count)), count);
         });
     }
 }
@@ -110,8 +91,8 @@ INLINE void rotate_rows(int64_t rows, int64_t heads, int64_t head_dim, Matrix x,
                 Floats turned_a = a * loaded(cosines + d, count), turned_b = b * loaded(cosines + half + d, count);
                 round_to<S>(turned_a);
                 round_to<S>(turned_b);
-                stored(to + d, turned_a - b * loaded(sines + d, count), count);
-                stored(to + half + d, turned_b + a * loaded(sines + half + d, count), count);
+                store(to + d, turned_a - b * loaded(sines + d, count), count);
+                store(to + half + d, turned_b + a * loaded(sines + half + d, count), count);
             });
         }
     }
@@ -133,7 +114,7 @@ INLINE void gated_silu_rows(int64_t rows, int64_t width, Matrix gate, Matrix up,
             const Floats x = loaded(g + d, count);
             Floats activated = x * sigmoid(x);
             round_to<S>(activated);
-            stored(to + d, activated * loaded(u + d, count), count);
+            store(to + d, activated * loaded(u + d, count), count);
         });
     }
 }
@@ -150,8 +131,8 @@ INLINE void gated_silu_gradient_rows(int64_t rows, int64_t width, Matrix gate, M
         S* const to_up = static_cast<S*>(grad_up.data) + i * grad_up.stride;
         for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
             const Floats x = loaded(a + d, count), of_x = sigmoid(x), given = loaded(g + d, count);
-            stored(to_up + d, given * x * of_x, count);
-            stored(to_gate + d, given * loaded(u + d, count) * of_x * (1.0f + x * (1.0f - of_x)), count);
+            store(to_up + d, given * x * of_x, count);
+            store(to_gate + d, given * loaded(u + d, count) * of_x * (1.0f + x * (1.0f - of_x)), count);
         });
     }
 }
@@ -168,95 +149,30 @@ INLINE double square_sum_of(int64_t count, const void* numbers) {
         odd += b * b;
     }
     for (; i < count; i += LANES) {
-        const Doubles a = __builtin_convertvector(loaded(from + i, count - i < LANES ? count - i : LANES), Doubles);
+        const Doubles a = __builtin_convertvector(loaded(from + i, count - i), Doubles);
         even += a * a;
     }
     return sum(even + odd);
 }
 
-[[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only"); }
-
 }  // namespace
 
-// One entry a dtype, not a template: the clones of a function need a name of their own.
-#define ENTRIES(S, NAME)                                                                                           \
-    FOR_EACH_TARGET(void rms_norm_##NAME(int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, \
-                                         Matrix out) {                                                             \
-        rms_norm_rows<S>(rows, width, x, weight, epsilon, out);                                                    \
-    })                                                                                                             \
-    FOR_EACH_TARGET(void rotate_##NAME(int64_t rows, int64_t heads, int64_t head_dim, Matrix x,                    \
-                                       const void* cosine, const void* sine, Matrix out) {                         \
-        rotate_rows<S>(rows, heads, head_dim, x, cosine, sine, out);                                               \
-    })                                                                                                             \
-    FOR_EACH_TARGET(void gated_silu_##NAME(int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out) {      \
-        gated_silu_rows<S>(rows, width, gate, up, out);                                                            \
-    })                                                                                                             \
-    FOR_EACH_TARGET(void rms_norm_gradient_##NAME(int64_t rows, int64_t width, Matrix x, const void* weight,       \
-                                                  float epsilon, Matrix grad, Matrix grad_x, double* grad_weight) { \
-        rms_norm_gradient_rows<S>(rows, width, x, weight, epsilon, grad, grad_x, grad_weight);                     \
-    })                                                                                                             \
-    FOR_EACH_TARGET(void gated_silu_gradient_##NAME(int64_t rows, int64_t width, Matrix gate, Matrix up,           \
-                                                    Matrix grad, Matrix grad_gate, Matrix grad_up) {               \
-        gated_silu_gradient_rows<S>(rows, width, gate, up, grad, grad_gate, grad_up);                              \
-    })                                                                                                             \
-    FOR_EACH_TARGET(double square_sum_##NAME(int64_t count, const void* numbers) {                                 \
-        return square_sum_of<S>(count, numbers);                                                                   \
-    })
-ENTRIES(float, float32)
-ENTRIES(BFloat16, bfloat16)
-
-void rms_norm(DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, Matrix out) {
-    switch (dtype) {
-        case DType::float32: return rms_norm_float32(rows, width, x, weight, epsilon, out);
-        case DType::bfloat16: return rms_norm_bfloat16(rows, width, x, weight, epsilon, out);
-        case DType::float64: refuse();
-    }
-}
-
-void rotate(DType dtype, int64_t rows, int64_t heads, int64_t head_dim, Matrix x, const void* cosine, const void* sine,
-            Matrix out) {
-    switch (dtype) {
-        case DType::float32: return rotate_float32(rows, heads, head_dim, x, cosine, sine, out);
-        case DType::bfloat16: return rotate_bfloat16(rows, heads, head_dim, x, cosine, sine, out);
-        case DType::float64: refuse();
-    }
-}
-
-void gated_silu(DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out) {
-    switch (dtype) {
-        case DType::float32: return gated_silu_float32(rows, width, gate, up, out);
-        case DType::bfloat16: return gated_silu_bfloat16(rows, width, gate, up, out);
-        case DType::float64: refuse();
-    }
-}
-
-void rms_norm_gradient(DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon,
-                       Matrix grad, Matrix grad_x, double* grad_weight) {
-    switch (dtype) {
-        case DType::float32:
-            return rms_norm_gradient_float32(rows, width, x, weight, epsilon, grad, grad_x, grad_weight);
-        case DType::bfloat16:
-            return rms_norm_gradient_bfloat16(rows, width, x, weight, epsilon, grad, grad_x, grad_weight);
-        case DType::float64: refuse();
-    }
-}
-
-void gated_silu_gradient(DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix grad,
-                         Matrix grad_gate, Matrix grad_up) {
-    switch (dtype) {
-        case DType::float32: return gated_silu_gradient_float32(rows, width, gate, up, grad, grad_gate, grad_up);
-        case DType::bfloat16: return gated_silu_gradient_bfloat16(rows, width, gate, up, grad, grad_gate, grad_up);
-        case DType::float64: refuse();
-    }
-}
-
-double square_sum(DType dtype, int64_t count, const void* numbers) {
-    switch (dtype) {
-        case DType::float32: return square_sum_float32(count, numbers);
-        case DType::bfloat16: return square_sum_bfloat16(count, numbers);
-        case DType::float64: break;
-    }
-    refuse();
-}
+ENTRY(void, rms_norm, rms_norm_rows,
+      (DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, Matrix out),
+      rows, width, x, weight, epsilon, out)
+ENTRY(void, rotate, rotate_rows,
+      (DType dtype, int64_t rows, int64_t heads, int64_t head_dim, Matrix x, const void* cosine, const void* sine,
+       Matrix out),
+      rows, heads, head_dim, x, cosine, sine, out)
+ENTRY(void, gated_silu, gated_silu_rows,
+      (DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out), rows, width, gate, up, out)
+ENTRY(void, rms_norm_gradient, rms_norm_gradient_rows,
+      (DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, Matrix grad,
+       Matrix grad_x, double* grad_weight),
+      rows, width, x, weight, epsilon, grad, grad_x, grad_weight)
+ENTRY(void, gated_silu_gradient, gated_silu_gradient_rows,
+      (DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix grad, Matrix grad_gate, Matrix grad_up),
+      rows, width, gate, up, grad, grad_gate, grad_up)
+ENTRY(double, square_sum, square_sum_of, (DType dtype, int64_t count, const void* numbers), count, numbers)
 
 }  // namespace kernels

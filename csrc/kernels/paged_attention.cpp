@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -135,20 +134,11 @@ INLINE void mix(const S* block, const C* weights, int64_t count, int64_t dim, C*
 
 template <class S, class C>
 INLINE void store_quotients(const C* numbers, C divisor, int64_t count, S* out) {
-    Lanes<C> lanes;
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        load(lanes, numbers + i);
-        store(out + i, lanes / divisor);
-    }
-    if (i < count) {
-        load_part(lanes, numbers + i, count - i, C{0});
-        store_part(out + i, lanes / divisor, count - i);
-    }
+    for (int64_t i = 0; i < count; i += LANES) store(out + i, loaded(numbers + i, count - i) / divisor, count - i);
 }
 
 template <class S>
-INLINE void write_all(Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key, Rows value) {
+INLINE void write_all(Shape shape, Cache cache, int64_t tokens, const int64_t* places, Matrix key, Matrix value) {
     const Pages<S> pages{static_cast<S*>(cache.keys), static_cast<S*>(cache.values), shape.kv_heads, shape.head_dim};
     for (int64_t i = 0; i < tokens; ++i) {
         check("the place of token", i, places[i], cache.pages * PAGE);
@@ -159,7 +149,7 @@ INLINE void write_all(Shape shape, Cache cache, int64_t tokens, const int64_t* p
 
 // Page by page, all heads of it: memory is read once, in long runs, and the next page is on its way meanwhile.
 template <class S>
-INLINE void attend_all(Shape shape, Cache cache, Sequences sequences, Rows query, Rows key, Rows value, double scale,
+INLINE void attend_all(Shape shape, Cache cache, Sequences sequences, Matrix query, Matrix key, Matrix value, double scale,
                        int64_t window, void* out) {
     using C = typename Compute<S>::type;
     const int64_t dim = shape.head_dim, heads = shape.kv_heads * shape.group, width = sequences.stride * PAGE;
@@ -209,38 +199,34 @@ INLINE void attend_all(Shape shape, Cache cache, Sequences sequences, Rows query
 
 }  // namespace
 
-// One entry a dtype, not a template: the clones of a function need a name of their own.
-#define ENTRIES(S, NAME)                                                                                          \
-    FOR_EACH_TARGET(void write_##NAME(Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key,  \
-                                      Rows value) {                                                               \
-        write_all<S>(shape, cache, tokens, places, key, value);                                                   \
-    })                                                                                                            \
-    FOR_EACH_TARGET(void attend_##NAME(Shape shape, Cache cache, Sequences sequences, Rows query, Rows key,       \
-                                       Rows value, double scale, int64_t window, void* out) {                     \
-        attend_all<S>(shape, cache, sequences, query, key, value, scale, window, out);                            \
-    })
-ENTRIES(float, float32)
-ENTRIES(double, float64)
-ENTRIES(BFloat16, bfloat16)
-
-void write(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key, Rows value) {
+// With clones of another name: see `ENTRY`.
+FOR_EACH_TARGET(void write_clones(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places,
+                                  Matrix key, Matrix value) {
     switch (dtype) {
-        case DType::float32: return write_float32(shape, cache, tokens, places, key, value);
-        case DType::float64: return write_float64(shape, cache, tokens, places, key, value);
-        case DType::bfloat16: return write_bfloat16(shape, cache, tokens, places, key, value);
+        case DType::float32: return write_all<float>(shape, cache, tokens, places, key, value);
+        case DType::float64: return write_all<double>(shape, cache, tokens, places, key, value);
+        case DType::bfloat16: return write_all<BFloat16>(shape, cache, tokens, places, key, value);
     }
-}
-
-void attend(DType dtype, Shape shape, Cache cache, Sequences sequences, Rows query, Rows key, Rows value, double scale,
-            int64_t window, void* out) {
+})
+FOR_EACH_TARGET(void attend_clones(DType dtype, Shape shape, Cache cache, Sequences sequences, Matrix query, Matrix key,
+                                   Matrix value, double scale, int64_t window, void* out) {
     switch (dtype) {
         case DType::float32:
-            return attend_float32(shape, cache, sequences, query, key, value, scale, window, out);
+            return attend_all<float>(shape, cache, sequences, query, key, value, scale, window, out);
         case DType::float64:
-            return attend_float64(shape, cache, sequences, query, key, value, scale, window, out);
+            return attend_all<double>(shape, cache, sequences, query, key, value, scale, window, out);
         case DType::bfloat16:
-            return attend_bfloat16(shape, cache, sequences, query, key, value, scale, window, out);
+            return attend_all<BFloat16>(shape, cache, sequences, query, key, value, scale, window, out);
     }
+})
+
+void write(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places, Matrix key, Matrix value) {
+    write_clones(dtype, shape, cache, tokens, places, key, value);
+}
+
+void attend(DType dtype, Shape shape, Cache cache, Sequences sequences, Matrix query, Matrix key, Matrix value,
+            double scale, int64_t window, void* out) {
+    attend_clones(dtype, shape, cache, sequences, query, key, value, scale, window, out);
 }
 
 }  // namespace kernels

@@ -34,19 +34,13 @@ struct Sequences {
     const int64_t* lengths;  // tokens in the cache, without the new one
 };
 
-// The heads [heads, head_dim] of token i begin at data + i * stride elements.
-struct Rows {
-    const void* data;
-    int64_t stride;
-};
-
 // Puts the key and the value [kv_heads, head_dim] of token i at `places[i]` = page * PAGE + place in the page.
-void write(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key, Rows value);
+void write(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places, Matrix key, Matrix value);
 
 // Writes keys and values of the new tokens, one a sequence, behind their sequences; `out` gets
 // softmax(scale * query keys^T) values, [count, kv_heads * group, head_dim], over the sequence and the new token.
 // With `window` > 0 only the last `window` of these are attended to.
-void attend(DType dtype, Shape shape, Cache cache, Sequences sequences, Rows query, Rows key, Rows value, double scale,
-            int64_t window, void* out);
+void attend(DType dtype, Shape shape, Cache cache, Sequences sequences, Matrix query, Matrix key, Matrix value,
+            double scale, int64_t window, void* out);
 
 }  // namespace kernels

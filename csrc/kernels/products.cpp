@@ -1,7 +1,6 @@
 #include "products.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KERNELS_NO_CLONES)
 #include <immintrin.h>
@@ -60,23 +59,17 @@ struct Target {
     // The sums of `count` outputs from `column` on.
     INLINE FOR_PRODUCTS void put(Floats total, int64_t row, int64_t column, int64_t count) const {
         S* const to = static_cast<S*>(y.data) + row * y.stride + column;
-        if (bias) total += part(bias + column, count);
+        Floats lanes;
+        if (bias) {
+            load(lanes, bias + column, count);
+            total += lanes;
+        }
         if (adds) {
             round_to<S>(total);
-            total += part(to, count);
+            load(lanes, to, count);
+            total += lanes;
         }
-        if (count == LANES)
-            store(to, total);
-        else
-            store_part(to, total, count);
-    }
-    INLINE FOR_PRODUCTS static Floats part(const S* from, int64_t count) {
-        Floats lanes;
-        if (count == LANES)
-            load(lanes, from);
-        else
-            load_part(lanes, from, count, 0.0f);
-        return lanes;
+        store(to, total, count);
     }
 };
 
@@ -149,18 +142,17 @@ FOR_PRODUCTS void product_of_block(int64_t first, int64_t end, int64_t out, Unit
 }
 
 template <class S>
-FOR_PRODUCTS void product_of(int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed,
-                             const Target<S>& target) {
+FOR_PRODUCTS void product_of(int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const void* bias,
+                             bool adds, Matrix y) {
     const Units units{static_cast<const uint32_t*>(x.data), x.stride / PER_UNIT<S>,
                       static_cast<const uint32_t*>(packed), in / PER_UNIT<S>};
+    const Target<S> target{static_cast<const S*>(bias), adds, y};
     const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     for (int64_t b = 0; b < blocks; ++b)
         product_of_block<S>(rows * b / blocks, rows * (b + 1) / blocks, out, units, target);
 }
 
 #endif
-
-[[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only, with AVX-512"); }
 
 }  // namespace
 
@@ -177,26 +169,19 @@ int64_t packed_bytes(DType dtype, int64_t out, int64_t in) {
 }
 
 void pack(DType dtype, int64_t out, int64_t in, Matrix weight, void* packed) {
-    switch (dtype) {
-        case DType::float32: return pack_units<float>(out, in, weight, packed);
-        case DType::bfloat16: return pack_units<BFloat16>(out, in, weight, packed);
-        case DType::float64: refuse();
-    }
+    if (dtype == DType::float64) refuse();
+    (dtype == DType::float32 ? pack_units<float> : pack_units<BFloat16>)(out, in, weight, packed);
 }
 
 void product([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t out,
              [[maybe_unused]] int64_t in, [[maybe_unused]] Matrix x, [[maybe_unused]] const void* packed,
              [[maybe_unused]] const void* bias, [[maybe_unused]] bool adds, [[maybe_unused]] Matrix y) {
 #if HAS_PRODUCTS
-    switch (dtype) {
-        case DType::float32:
-            return product_of<float>(rows, out, in, x, packed, {static_cast<const float*>(bias), adds, y});
-        case DType::bfloat16:
-            return product_of<BFloat16>(rows, out, in, x, packed, {static_cast<const BFloat16*>(bias), adds, y});
-        case DType::float64: break;
-    }
+    if (dtype == DType::float64) refuse();
+    (dtype == DType::float32 ? product_of<float> : product_of<BFloat16>)(rows, out, in, x, packed, bias, adds, y);
+#else
+    throw std::invalid_argument("kernels: products are for processors with AVX-512");
 #endif
-    refuse();
 }
 
 }  // namespace kernels

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 
 // Each entry is compiled for several instruction sets; the loader picks the best one that the processor has. They are
 // named by features, since GCC 11 cannot ask a processor for a level (x86-64-v3). Other architectures have one variant.
@@ -17,9 +18,25 @@
 #define INLINE inline __attribute__((always_inline))
 #define INLINE_CALL __attribute__((always_inline))  // for a lambda
 
+// Defines NAME, whose first parameter is the `dtype`, by the template OF on the type of the numbers. The clones have a
+// name of their own: GCC takes a call of a function with clones for one that never throws, and a caller from elsewhere
+// would not be unwound.
+#define ENTRY(RESULT, NAME, OF, PARAMETERS, ...)                                          \
+    FOR_EACH_TARGET(RESULT OF##_clones PARAMETERS {                                       \
+        switch (dtype) {                                                                  \
+            case DType::float32: return OF<float>(__VA_ARGS__);                           \
+            case DType::bfloat16: return OF<BFloat16>(__VA_ARGS__);                       \
+            case DType::float64: break;                                                   \
+        }                                                                                 \
+        refuse();                                                                         \
+    })                                                                                    \
+    RESULT NAME PARAMETERS { return OF##_clones(dtype, __VA_ARGS__); }
+
 namespace kernels {
 
 enum class DType { float32, float64, bfloat16 };
+
+[[noreturn]] inline void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only"); }
 
 constexpr int LANES = 16;
 
@@ -88,16 +105,24 @@ INLINE void round_to(Lanes<S>& lanes) {
     }
 }
 
-// The first `count` lanes alone; the others are `rest` after a load.
+// Where fewer than LANES numbers are left, `count` are loaded or stored; the other lanes are `rest` after a load.
 template <class S>
-INLINE void load_part(Lanes<S>& lanes, const S* from, int64_t count, typename Compute<S>::type rest) {
+INLINE void load(Lanes<S>& lanes, const S* from, int64_t count, typename Compute<S>::type rest = 0) {
+    if (count >= LANES) return load(lanes, from);
     S all[LANES] = {};
     std::memcpy(all, from, static_cast<size_t>(count) * sizeof(S));
     load(lanes, all);
     for (int64_t i = count; i < LANES; ++i) lanes[i] = rest;
 }
 template <class S>
-INLINE void store_part(S* to, const Lanes<S>& lanes, int64_t count) {
+INLINE Lanes<S> loaded(const S* from, int64_t count, typename Compute<S>::type rest = 0) {
+    Lanes<S> lanes;
+    load(lanes, from, count, rest);
+    return lanes;
+}
+template <class S>
+INLINE void store(S* to, const Lanes<S>& lanes, int64_t count) {
+    if (count >= LANES) return store(to, lanes);
     S all[LANES];
     store(all, lanes);
     std::memcpy(to, all, static_cast<size_t>(count) * sizeof(S));

@@ -21,17 +21,12 @@ struct Row {
 
     // Those of LANES tokens from `first` on; behind the last token there is nothing.
     INLINE Floats lanes(int64_t first) const {
-        Floats z;
-        if (first + LANES <= vocab)
-            load(z, logits + first);
-        else
-            load_part(z, logits + first, vocab - first, NOTHING);
+        const Floats z = loaded(logits + first, vocab - first, NOTHING);
         return temperature == 1.0f ? z : z / temperature;
     }
     INLINE float of(int64_t token) const {
-        Floats z;
-        load_part(z, logits + token, 1, 0.0f);
-        return temperature == 1.0f ? z[0] : z[0] / temperature;
+        const float z = loaded(logits + token, 1)[0];
+        return temperature == 1.0f ? z : z / temperature;
     }
 };
 
@@ -105,15 +100,10 @@ INLINE void logprob_gradient_of_rows(int64_t rows, int64_t vocab, const void* lo
             if (of_entropy == 0.0f) return -along * p;
             return p == 0.0f ? Floats{} : -p * (along + of_entropy * ((z - of.logsumexp[i]) + entropy));
         };
-        for (int64_t j = 0; j < vocab; j += LANES) {
-            const Floats found = gradient(row.lanes(j)) / temperature;
-            if (j + LANES <= vocab)
-                store(to + j, found);
-            else
-                store_part(to + j, found, vocab - j);
-        }
+        for (int64_t j = 0; j < vocab; j += LANES)
+            store(to + j, gradient(row.lanes(j)) / temperature, vocab - j);
         const Floats at_token = gradient(Floats{} + row.of(token)) + grad.at_token[i];
-        store_part(to + token, at_token / temperature, 1);
+        store(to + token, at_token / temperature, 1);
     }
 }
 
@@ -181,59 +171,19 @@ INLINE void draw_rows(int64_t rows, int64_t vocab, const void* logits, float tem
     }
 }
 
-[[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only"); }
-
 }  // namespace
 
-// One entry a dtype, not a template: the clones of a function need a name of their own.
-#define ENTRIES(S, NAME)                                                                                              \
-    FOR_EACH_TARGET(void statistics_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,        \
-                                           const int64_t* tokens, float* logsumexp, float* largest, float* picked,    \
-                                           float* mean) {                                                             \
-        statistics_of_rows<S>(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked, mean);            \
-    })                                                                                                                \
-    FOR_EACH_TARGET(void logprob_gradient_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,  \
-                                                 const int64_t* tokens, const Distributions& of,                      \
-                                                 const Gradients& grad, void* out) {                                  \
-        logprob_gradient_of_rows<S>(rows, vocab, logits, temperature, tokens, of, grad, out);                         \
-    })                                                                                                                \
-    FOR_EACH_TARGET(void draw_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,              \
-                                     const double* uniforms, int64_t* tokens, float* logprobs, double* margins) {     \
-        draw_rows<S>(rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins);                          \
-    })
-ENTRIES(float, float32)
-ENTRIES(BFloat16, bfloat16)
-
-void statistics(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
-                const int64_t* tokens, float* logsumexp, float* largest, float* picked, float* mean) {
-    switch (dtype) {
-        case DType::float32:
-            return statistics_float32(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked, mean);
-        case DType::bfloat16:
-            return statistics_bfloat16(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked, mean);
-        case DType::float64: refuse();
-    }
-}
-
-void logprob_gradient(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
-                      const int64_t* tokens, const Distributions& of, const Gradients& grad, void* out) {
-    switch (dtype) {
-        case DType::float32:
-            return logprob_gradient_float32(rows, vocab, logits, temperature, tokens, of, grad, out);
-        case DType::bfloat16:
-            return logprob_gradient_bfloat16(rows, vocab, logits, temperature, tokens, of, grad, out);
-        case DType::float64: refuse();
-    }
-}
-
-void draw(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature, const double* uniforms,
-          int64_t* tokens, float* logprobs, double* margins) {
-    switch (dtype) {
-        case DType::float32: return draw_float32(rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins);
-        case DType::bfloat16:
-            return draw_bfloat16(rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins);
-        case DType::float64: refuse();
-    }
-}
+ENTRY(void, statistics, statistics_of_rows,
+      (DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature, const int64_t* tokens,
+       float* logsumexp, float* largest, float* picked, float* mean),
+      rows, vocab, logits, temperature, tokens, logsumexp, largest, picked, mean)
+ENTRY(void, logprob_gradient, logprob_gradient_of_rows,
+      (DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature, const int64_t* tokens,
+       const Distributions& of, const Gradients& grad, void* out),
+      rows, vocab, logits, temperature, tokens, of, grad, out)
+ENTRY(void, draw, draw_rows,
+      (DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature, const double* uniforms,
+       int64_t* tokens, float* logprobs, double* margins),
+      rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins)
 
 }  // namespace kernels
