@@ -19,6 +19,10 @@ from realhf.cpu import host_group
 HAS_BOTH = (dist.Backend.NCCL, host_group.BACKEND)
 BUCKET_BYTES = 16 * 2**20  # received at once with gloo
 
+# Newer names of torch first: the older ones warn.
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(eq=False)
 class Traffic:
@@ -64,9 +68,7 @@ def reduce_scatter(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     shards = flat.chunk(group.size())
     own = shards[group.rank()]
     if dist.get_backend(group) in HAS_BOTH:
-        # Newer names of torch first: the older ones warn.
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(own, flat, group=group)
+        reduce_scatter_tensor(own, flat, group=group)
         return own
     step = max(1, BUCKET_BYTES // flat.element_size() // (group.size() - 1))
     for start in range(0, len(own), step):
@@ -90,8 +92,7 @@ def all_gather_integers(numbers: Sequence[int], group: dist.ProcessGroup, device
     """The numbers of every rank of the group, by rank; all ranks give equally many. `traffic` does not count them."""
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     gathered = own.new_empty(group.size() * len(own))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, own, group=group)
+    all_gather_tensor(gathered, own, group=group)
     found: list[list[int]] = gathered.view(group.size(), -1).tolist()
     return found
 
@@ -104,8 +105,7 @@ def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> list[dist
         counted.add("all_gather", flat, group)
     shards = flat.chunk(group.size())
     if dist.get_backend(group) in HAS_BOTH:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return [gather(flat, shards[group.rank()], group=group, async_op=True)]
+        return [all_gather_tensor(flat, shards[group.rank()], group=group, async_op=True)]
     return [dist.broadcast(s, group=group, group_src=rank, async_op=True) for rank, s in enumerate(shards)]
 
 

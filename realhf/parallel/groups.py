@@ -12,6 +12,8 @@ from realhf.cpu import host_group
 from realhf.geometry.layout import Layout
 from realhf.parallel.waiting import HOST_WAITS, Waits
 
+Ranks = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class ParallelGroups:
@@ -79,39 +81,33 @@ class GroupTable:
         layouts: Iterable[Layout],
         rank: int,
         timeout_s: float = 600.0,
-        others: Iterable[tuple[int, ...]] = (),
+        others: Iterable[Ranks] = (),
         waits: Waits = HOST_WAITS,
-        beside: Iterable[tuple[int, ...]] = (),
+        beside: Iterable[Ranks] = (),
     ):
         self.rank, self.waits = rank, waits
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._of_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._layouts = list(dict.fromkeys(layouts))
         hosts = _hosts()
         self.spans_hosts = len(set(hosts)) > 1
-        wanted: list[tuple[int, ...]] = []
-        for layout in self._layouts:
+
+        def share_memory(ranks: Ranks) -> bool:
+            return len({hosts[rank] for rank in ranks}) == 1
+
+        def made(wanted: Iterable[Ranks], between_hosts: str | None) -> dict[Ranks, dist.ProcessGroup]:
+            found = {}
+            for ranks in dict.fromkeys(wanted):
+                if len(ranks) > 1:
+                    backend = host_group.BACKEND if share_memory(ranks) else between_hosts
+                    found[ranks] = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend)
+            return found
+
+        wanted: list[Ranks] = []
+        for layout in dict.fromkeys(layouts):
             wanted += _collective_groups(layout)
-            wanted += [ranks for ranks in _pipelines(layout) if _share_memory(ranks, hosts)]
-        for ranks in [*wanted, *others]:
-            if len(ranks) > 1 and ranks not in self._groups:
-                backend = host_group.BACKEND if _share_memory(ranks, hosts) else None
-                timeout = timedelta(seconds=timeout_s)
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-        self._beside = {
-            ranks: dist.new_group(
-                list(ranks),
-                timeout=timedelta(seconds=timeout_s),
-                backend=host_group.BACKEND if _share_memory(ranks, hosts) else "gloo",
-            )
-            for ranks in dict.fromkeys(beside)
-            if len(ranks) > 1
-        }
-        for host in dict.fromkeys(hosts):
-            ranks = tuple(rank for rank, of_rank in enumerate(hosts) if of_rank == host)
-            if len(ranks) > 1:
-                timeout = timedelta(seconds=timeout_s)
-                self._of_hosts[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=host_group.BACKEND)
+            wanted += filter(share_memory, _pipelines(layout))
+        self._groups = made([*wanted, *others], None)
+        self._beside = made(beside, "gloo")
+        of_hosts = [tuple(rank for rank, of_rank in enumerate(hosts) if of_rank == host) for host in hosts]
+        self._of_hosts = made(of_hosts, None)
 
     def groups(self, layout: Layout) -> ParallelGroups:
         """The groups of this rank in `layout`, one of those given at construction."""
@@ -119,11 +115,11 @@ class GroupTable:
         return ParallelGroups(
             layout,
             self.rank,
-            tensor=self._find(layout.tensor_group(dp, stage)),
-            data=self._find(layout.data_group(tp, stage)),
+            tensor=self.of_ranks(layout.tensor_group(dp, stage)),
+            data=self.of_ranks(layout.data_group(tp, stage)),
             pipeline=self._find_pipeline(layout.pipeline_group(dp, tp)),
-            tied=self._find(_tied_group(layout, dp, tp)),
-            model=self._find(list(layout.mesh.devices)),
+            tied=self.of_ranks(_tied_group(layout, dp, tp)),
+            model=self.of_ranks(layout.mesh.devices),
             waits=self.waits,
         )
 
@@ -133,15 +129,13 @@ class GroupTable:
         return next((group for ranks, group in self._of_hosts.items() if wanted.issubset(ranks)), None)
 
     def of_ranks(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """The group of these ranks, which include this one; None if it is the only one."""
-        return self._find(list(ranks))
+        """The group of these ranks; None if this rank is the only one, or none of them."""
+        ranks = tuple(ranks)
+        return self._groups[ranks] if len(ranks) > 1 and self.rank in ranks else None
 
     def of_ranks_beside(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """As `of_ranks`, for the thread of calls beside the devices."""
         return self._beside.get(tuple(ranks))
-
-    def _find(self, ranks: list[int]) -> dist.ProcessGroup | None:
-        return self._groups[tuple(ranks)] if len(ranks) > 1 and self.rank in ranks else None
 
     def _find_pipeline(self, ranks: list[int]) -> dist.ProcessGroup | None:
         group = self._groups.get(tuple(ranks))  # a group across hosts may be there for collectives
@@ -175,21 +169,17 @@ def _hosts() -> list[int]:
     return [int(host) for host in hosts]
 
 
-def _share_memory(ranks: tuple[int, ...], hosts: list[int]) -> bool:
-    return len({hosts[rank] for rank in ranks}) == 1
-
-
 def _tied_group(layout: Layout, dp: int, tp: int) -> list[int]:
     pipeline = layout.pipeline_group(dp, tp)
     return sorted({pipeline[0], pipeline[-1]})
 
 
-def _pipelines(layout: Layout) -> list[tuple[int, ...]]:
+def _pipelines(layout: Layout) -> list[Ranks]:
     s = layout.strategy
     return [tuple(layout.pipeline_group(dp, tp)) for dp in range(s.dp) for tp in range(s.tp)]
 
 
-def _collective_groups(layout: Layout) -> list[tuple[int, ...]]:
+def _collective_groups(layout: Layout) -> list[Ranks]:
     s = layout.strategy
     groups = [layout.tensor_group(dp, pp) for dp in range(s.dp) for pp in range(s.pp)]
     groups += [layout.data_group(tp, pp) for tp in range(s.tp) for pp in range(s.pp)]

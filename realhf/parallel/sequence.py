@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.parallel.collectives import reduce_scatter_tensor
 from realhf.parallel.regions import copy_to_group, sum_over_group
 
 
@@ -106,7 +107,5 @@ def _reduce_scatter(x: Tensor, shards: TokenShards) -> Tensor:
     if padding:
         x = torch.cat([x, x.new_zeros(padding, *x.shape[1:])])
     own = x.new_empty(shards.longest, *x.shape[1:])
-    # The newer name of torch first: the older one warns where there are both.
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(own, x.contiguous(), group=shards.group)
+    reduce_scatter_tensor(own, x.contiguous(), group=shards.group)
     return own[: shards.count]

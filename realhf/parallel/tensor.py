@@ -44,6 +44,8 @@ class WeightSlice(nn.Module):
 class _Linear(nn.Module):
     """x W^T + b over a local weight, which may be cut into slices (OSDP, IJCAI 2023, operator splitting)."""
 
+    cut_along = 1  # the columns of the weight
+
     def __init__(self, weight_shape: tuple[int, ...], *, bias: bool = False):
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(weight_shape))
@@ -52,9 +54,9 @@ class _Linear(nn.Module):
         self.packed: Packed | None = None
 
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Replaces the weight by slices of these shapes, one after the other."""
+        """Replaces the weight by slices of these shapes, one after the other along `cut_along`."""
         [weight] = self.weights()
-        assert sum(columns for _, columns in shapes) == weight.shape[1], f"{shapes} are not {weight.shape}"
+        assert sum(s[self.cut_along] for s in shapes) == weight.shape[self.cut_along], f"{shapes} of {weight.shape}"
         self.slices, self.weight = nn.ModuleList(map(WeightSlice, shapes)), None
 
     def weights(self) -> list[Tensor]:
@@ -91,10 +93,7 @@ class VocabParallelHead(ColumnParallelLinear):
     """The weight of a language model's head; `realhf.parallel.vocabulary.Logits` computes with it, by parts of the
     vocabulary, along which it is cut."""
 
-    def cut(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        [weight] = self.weights()
-        assert sum(rows for rows, _ in shapes) == len(weight), f"{shapes} are not the rows of a weight {weight.shape}"
-        self.slices, self.weight = nn.ModuleList(map(WeightSlice, shapes)), None
+    cut_along = 0
 
 
 class RowParallelLinear(_Linear):
@@ -175,12 +174,8 @@ class VocabParallelEmbedding(nn.Module):
         return _rows_of(self.weight, tokens)
 
 
-class EmbeddingSlice(nn.Module):
+class EmbeddingSlice(WeightSlice):
     """Some columns of an embedding [vocab / tp, columns]."""
-
-    def __init__(self, weight_shape: tuple[int, ...]):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(weight_shape))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return _rows_of(self.weight, tokens)  # [tokens, columns]

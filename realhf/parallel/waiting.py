@@ -24,8 +24,8 @@ LOOK_EVERY_S = 1.0
 What = Callable[[], str]  # describes the wait, for the text of an error
 
 
-class Waits(Protocol):
-    """How this process waits; `wait` is `order` and then `watch`."""
+class Waits:
+    """How this process waits: here the thread waits itself, and the error is raised in it."""
 
     def order(self, work: dist.Work, timeout_s: float) -> None:
         """Makes the thread's next work, on the host or on the current stream, come after `work`.
@@ -33,33 +33,21 @@ class Waits(Protocol):
         Raises:
             RuntimeError: `work` failed, or was not done in time.
         """
+        work.wait(timedelta(seconds=timeout_s))
 
     def watch(self, timeout_s: float, what: What) -> None:
         """Ends the process if the present work of the current stream is not done in time."""
 
-    def wait(self, work: dist.Work, timeout_s: float, what: What) -> None: ...
+    def wait(self, work: dist.Work, timeout_s: float, what: What) -> None:
+        """`order`, and then `watch`."""
+        self.order(work, timeout_s)
+        self.watch(timeout_s, what)
 
     def close(self) -> None:
         """Stops watching deadlines."""
 
 
-class HostWaits:
-    """The thread waits itself, and the error is raised in it."""
-
-    def order(self, work: dist.Work, timeout_s: float) -> None:
-        work.wait(timedelta(seconds=timeout_s))
-
-    def watch(self, timeout_s: float, what: What) -> None:
-        """Does nothing: `order` has waited already."""
-
-    def wait(self, work: dist.Work, timeout_s: float, what: What) -> None:
-        self.order(work, timeout_s)
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-HOST_WAITS = HostWaits()
+HOST_WAITS = Waits()
 
 
 class Mark(Protocol):
@@ -77,7 +65,7 @@ class _Watched:
     what: What
 
 
-class StreamWaits:
+class StreamWaits(Waits):
     """The current stream waits, and a thread of its own watches the deadlines.
 
     If one is missed, the thread calls `fail`, which must end the process: a thread that reads a value from the device
@@ -109,10 +97,6 @@ class StreamWaits:
         watched = _Watched(self._mark(), time.monotonic() + timeout_s, timeout_s, what)
         with self._lock:
             self._watched.append(watched)
-
-    def wait(self, work: dist.Work, timeout_s: float, what: What) -> None:
-        self.order(work, timeout_s)
-        self.watch(timeout_s, what)
 
     def close(self) -> None:
         self._closing.set()

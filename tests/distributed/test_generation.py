@@ -22,7 +22,7 @@ from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.decoder import Decoder
 from realhf.parallel.groups import GroupTable, ParallelGroups
-from realhf.parallel.waiting import HostWaits, What
+from realhf.parallel.waiting import Waits, What
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.captures import EagerCapture, TracedCapture
 from tests.unit.engine.decoder_boxes import initialise
@@ -239,7 +239,7 @@ def test_a_layout_gives_the_rollouts_of_one_process(ranks: list[dict[str, Outcom
         assert ranks[rank][name] == Outcome([], [], [], [])
 
 
-class Replays(HostWaits):
+class Replays(Waits):
     """Notes what is watched while a graph is replayed."""
 
     def __init__(self) -> None:
