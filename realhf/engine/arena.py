@@ -5,7 +5,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from realhf.engine.residency.offload import allocate, free
 from realhf.geometry.shards import FlatLayout
 
 
@@ -18,14 +17,6 @@ class Arena:
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device):
         self.layout = layout
         self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
-
-    def free(self) -> None:
-        """Gives the memory back; all views stay what they are, for `allocate`, and must not be read until then."""
-        free(self.flat)
-
-    def allocate(self) -> None:
-        """Gets memory again after `free`, with arbitrary contents, the padding's too."""
-        allocate(self.flat)
 
     def views(self) -> dict[str, Tensor]:
         """Every name's view of `flat`."""

@@ -75,7 +75,8 @@ class MegatronLayers:
         check_architecture(config)
         assert dist.is_initialized(), "Megatron asks torch.distributed for its groups, as every worker has them"
         self.config = config
-        self._layer, self._core = _transformer_layer(config, dtype)
+        with warnings.catch_warnings(action="ignore"):  # Apex and Transformer Engine are missing, and not used
+            self._layer, self._core = _transformer_layer(config, dtype)
 
     def __call__(
         self, layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, shards: TokenShards | None
@@ -120,11 +121,6 @@ class _Alone:
 
 
 def _transformer_layer(config: DecoderConfig, dtype: torch.dtype) -> tuple[nn.Module, _CoreAttention]:
-    with warnings.catch_warnings(action="ignore"):  # that Apex and Transformer Engine, which are not used, are missing
-        return _build_layer(config, dtype)
-
-
-def _build_layer(config: DecoderConfig, dtype: torch.dtype) -> tuple[nn.Module, _CoreAttention]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module

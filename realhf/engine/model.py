@@ -49,7 +49,7 @@ class ShardedModel:
             states=self.trainer.optimizer.on_device() if self.trainer else (),
             gradient=self.parameters.gradient if self.trainer else None,
             on_leaving=self._kept.forget,
-            on_written=self.trainer.optimizer.parameters_changed if self.trainer else _nothing,
+            on_written=self.trainer.optimizer.parameters_changed if self.trainer else lambda: None,
         )
 
     def make_parameters(self, spec: ModelSpec) -> Parameters:
@@ -143,7 +143,3 @@ class ShardedModel:
     def _count(self, sequences: Sequence[Tensor]) -> None:
         self.residency.check_here()
         self.tokens_processed += sum(map(len, sequences))
-
-
-def _nothing() -> None:
-    pass

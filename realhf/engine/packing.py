@@ -47,28 +47,42 @@ def pack_micro_batch(
     With `shares_prefixes`, on the CPU: a common prefix of neighbours (the prompt of a group of responses) is computed
     once. The gradient of such a token is the sum over its sequences, as it is without sharing.
     """
-    if shares_prefixes and device.type == "cpu" and (prefixes := shared_prefixes(sequences)):
-        return _pack_with_prefixes(sequences, prefixes)
-    places = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-    in_order = [sequences[i] for i in places]
-    lengths = torch.tensor([len(s) for s in in_order])
-    total = int(lengths.sum())
-    padding = _padding(total) if device.type == "cpu" else 0
-    starts = padding + lengths.cumsum(0) - lengths
-    positions = torch.arange(padding, padding + total) - starts.repeat_interleave(lengths)
+    prefixes = shared_prefixes(sequences) if shares_prefixes and device.type == "cpu" else []
+    # Whole sequences and prefixes in order of length, then the rests behind prefixes, in order of the prefix's length
+    # and of their own.
+    shared = {place: prefix for prefix in prefixes for place in prefix.members}
+    pieces = [(len(sequence), False, i) for i, sequence in enumerate(sequences) if i not in shared]
+    pieces += [(prefix.length, True, prefix.members[0]) for prefix in prefixes]
+    pieces.sort()  # prefixes of a length are neighbours
+    alone = {i: place for place, (_, is_prefix, i) in enumerate(pieces) if not is_prefix}
+    owners = {i: place for place, (_, is_prefix, i) in enumerate(pieces) if is_prefix}
+    behind = sorted((prefix.length, len(sequences[i]) - prefix.length, i) for i, prefix in shared.items())
+    lengths = [length for length, _, _ in pieces]
+    lengths_behind = [length for _, length, _ in behind]
+    padding = _padding(sum(lengths) + sum(lengths_behind)) if device.type == "cpu" else 0
+    starts = torch.tensor([padding, *lengths, *lengths_behind]).cumsum(0).tolist()
+    rows_behind = {i: (starts[len(pieces) + k], length) for k, (_, length, i) in enumerate(behind)}
+
+    def rows(i: int) -> list[Tensor]:
+        """The rows of the tokens of sequence `i`."""
+        if i in alone:
+            return [torch.arange(starts[alone[i]], starts[alone[i] + 1])]
+        at, (start, length) = starts[owners[shared[i].members[0]]], rows_behind[i]
+        return [torch.arange(at, at + shared[i].length), torch.arange(start, start + length)]
+
     restore = None
-    if padding or places != sorted(places):
-        back = torch.tensor(places).argsort()  # place in the batch -> place in the packing
-        lengths_back = lengths[back]
-        ends_back = lengths_back.cumsum(0)
-        within = torch.arange(total) - (ends_back - lengths_back).repeat_interleave(lengths_back)
-        restore = (starts[back].repeat_interleave(lengths_back) + within).to(device)
-    none = in_order[0].new_zeros(padding)
+    if padding or prefixes or list(alone) != sorted(alone):
+        restore = torch.cat([row for i in range(len(sequences)) for row in rows(i)]).to(device)
+    positions = [torch.arange(length) for length in lengths]
+    positions += [torch.arange(before, before + length) for before, length, _ in behind]
+    tokens = [sequences[i][:length] for length, _, i in pieces] + [sequences[i][before:] for before, _, i in behind]
+    suffixes = [Suffix(padding + owners[shared[i].members[0]], length) for _, length, i in behind]
+    whole = [1] * padding + lengths
     return PackedMicroBatch(
-        torch.cat([none, *in_order]).to(device),
-        torch.cat([positions.new_zeros(padding), positions]).to(device),
+        torch.cat([tokens[0].new_zeros(padding), *tokens]).to(device),
+        torch.cat([torch.zeros(padding, dtype=torch.int64), *positions]).to(device),
         restore,
-        PackedAttention([1] * padding + lengths.tolist()),
+        PrefixedAttention(whole, suffixes) if prefixes else PackedAttention(whole),
     )
 
 
@@ -103,38 +117,3 @@ def shared_prefixes(sequences: Sequence[Tensor]) -> list[SharedPrefix]:
             found.append(SharedPrefix(range(first, place), length))
         first, length = place, 0
     return found
-
-
-def _pack_with_prefixes(sequences: Sequence[Tensor], prefixes: Sequence[SharedPrefix]) -> PackedMicroBatch:
-    """Padding, then whole sequences and prefixes in order of length, then the rests behind prefixes, in order of the
-    prefix's length and of their own."""
-    shared = {place: prefix for prefix in prefixes for place in prefix.members}
-    pieces = [(len(sequence), False, i) for i, sequence in enumerate(sequences) if i not in shared]
-    pieces += [(prefix.length, True, prefix.members[0]) for prefix in prefixes]
-    pieces.sort()  # prefixes of a length are neighbours
-    alone = {i: place for place, (_, is_prefix, i) in enumerate(pieces) if not is_prefix}
-    owners = {i: place for place, (_, is_prefix, i) in enumerate(pieces) if is_prefix}
-    behind = sorted((prefix.length, len(sequences[i]) - prefix.length, i) for i, prefix in shared.items())
-    lengths = [length for length, _, _ in pieces]
-    total = sum(lengths) + sum(length for _, length, _ in behind)
-    padding = _padding(total)
-    starts = torch.tensor([padding, *lengths, *(length for _, length, _ in behind)]).cumsum(0).tolist()
-    rows_behind = {i: (starts[len(pieces) + k], length) for k, (_, length, i) in enumerate(behind)}
-
-    def rows(i: int) -> list[Tensor]:
-        """The rows of the tokens of sequence `i`."""
-        if i in alone:
-            return [torch.arange(starts[alone[i]], starts[alone[i] + 1])]
-        at, (start, length) = starts[owners[shared[i].members[0]]], rows_behind[i]
-        return [torch.arange(at, at + shared[i].length), torch.arange(start, start + length)]
-
-    positions = [torch.arange(length) for length in lengths]
-    positions += [torch.arange(before, before + length) for before, length, _ in behind]
-    tokens = [sequences[i][:length] for length, _, i in pieces] + [sequences[i][before:] for before, _, i in behind]
-    suffixes = [Suffix(padding + owners[shared[i].members[0]], length) for _, length, i in behind]
-    return PackedMicroBatch(
-        torch.cat([tokens[0].new_zeros(padding), *tokens]),
-        torch.cat([torch.zeros(padding, dtype=torch.int64), *positions]),
-        torch.cat([row for i in range(len(sequences)) for row in rows(i)]),
-        PrefixedAttention([1] * padding + lengths, suffixes),
-    )

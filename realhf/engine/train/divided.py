@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from realhf.engine.arena import views_in
+from realhf.engine.residency.offload import allocate
 from realhf.engine.train.agreement import Point
 from realhf.engine.train.gathering import GatheredUnit, Gathering
 from realhf.geometry.shards import Unit
@@ -92,7 +93,7 @@ class DividedParameters:
         assert self.group is not None
         gathered = self.gathered[unit]
         try:
-            gathered.arena.allocate()
+            allocate(gathered.arena.flat)
             gathered.arena.flat.zero_()  # the padding too
             yield gathered.views
             gathered.shard.copy_(gathered.arena.flat.chunk(self.group.size())[self.group.rank()])

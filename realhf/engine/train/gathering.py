@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from realhf.engine.arena import Arena
-from realhf.engine.residency.offload import storage_id
+from realhf.engine.residency.offload import allocate, free, storage_id
 from realhf.engine.train.agreement import Agreement, Operation, Point
 from realhf.geometry.shards import FlatLayout
 from realhf.parallel.collectives import all_gather_integers, reduce_scatter, start_all_gather
@@ -33,13 +33,13 @@ class GatheredUnit:
         self.shard = shard
         self.arena = Arena(layout, shard.dtype, shard.device)
         self.views = self.arena.views()  # made while there is memory, and good for all that comes later
-        self.arena.free()
+        free(self.arena.flat)
         self.parameters: dict[str, nn.Parameter] = {}
         self.gradient: Tensor | None = None  # the shard's
         self._arriving: list[dist.Work] = []
 
     def start_gather(self, group: dist.ProcessGroup) -> None:
-        self.arena.allocate()
+        allocate(self.arena.flat)
         # Past autograd's version counter: the saved values of the unit are the same again.
         flat = self.arena.flat.data
         flat.chunk(group.size())[group.rank()].copy_(self.shard)
@@ -51,7 +51,7 @@ class GatheredUnit:
 
     def free(self) -> None:
         self.wait()
-        self.arena.free()
+        free(self.arena.flat)
 
     def reduce_gradients(self, group: dist.ProcessGroup) -> None:
         """Adds the sum over the group to the shard's gradient, and frees the parameters' own gradients."""

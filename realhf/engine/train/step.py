@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,11 +65,10 @@ class _Sums:
     """Sums over the micro-batches of this data-parallel rank."""
 
     loss: Tensor | float = 0.0
-    stats: Stats | None = None
+    stats: Stats = field(default_factory=dict)
 
     def add(self, loss: Tensor, stats: Stats) -> None:
         self.loss = self.loss + loss.detach().double()
-        self.stats = self.stats or {}
         for key, (value, weight) in stats.items():
             old_value, old_weight = self.stats.get(key, (0.0, 0.0))
             self.stats[key] = (old_value + value, old_weight + weight)
@@ -124,7 +123,7 @@ class Trainer:
         if not self.decoder.groups.is_last_stage:
             return {}
         return {
-            **(sums.stats or {}),
+            **sums.stats,
             "loss": (float(sums.loss), local_weight),
             "grad_norm": (norm, 1.0),
             "lr": (lr, 1.0),
@@ -151,7 +150,8 @@ class Trainer:
         """Leaves this rank's gradient of sum(loss) / global_weight with the parameters."""
         device, shares_prefixes = self.parameters.flat.device, self.decoder.shares_prefixes
         packed = [pack_micro_batch(part.data[tokens_key], device, shares_prefixes=shares_prefixes) for part in parts]
-        shards = [self._shards(len(p.tokens)) for p in packed]
+        group = self.decoder.groups.tensor if self.compute.sequence_parallel else None
+        shards = [None if group is None else TokenShards(group, len(p.tokens)) for p in packed]
         counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
         sums = _Sums()
 
@@ -169,10 +169,6 @@ class Trainer:
         with self.parameters.computing() as end_pass:
             run_training(self.neighbours, counts, run, end_pass)
         return sums
-
-    def _shards(self, tokens: int) -> TokenShards | None:
-        group = self.decoder.groups.tensor
-        return TokenShards(group, tokens) if self.compute.sequence_parallel and group is not None else None
 
     def _norm(self) -> float:
         """The Euclidean norm of the whole model's gradient; the same on every rank. This rank counts its part.

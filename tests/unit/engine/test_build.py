@@ -11,6 +11,7 @@ from benchmarks.lib.peak_memory import PeakMemory
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.arena import Arena
 from realhf.engine.build import attach_gradients, build_arena, build_decoder
+from realhf.engine.residency.offload import allocate, free
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.geometry.shards import FlatLayout, counted_range, units
@@ -44,9 +45,9 @@ def test_arena_views_are_aligned_and_disjoint() -> None:
 def test_a_freed_arena_has_no_memory_and_its_views_come_back_with_it() -> None:
     arena = Arena(FlatLayout({"a": (3, 5), "b": (64,)}), torch.float32, CPU)
     views = arena.views()
-    arena.free()
+    free(arena.flat)
     assert arena.flat.untyped_storage().nbytes() == 0
-    arena.allocate()
+    allocate(arena.flat)
     arena.flat.fill_(2.0)
     assert views["a"].sum() == 2 * 15
 
