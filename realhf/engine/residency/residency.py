@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from realhf.engine.residency.offload import HostCopy, allocate, free, storage_id
-from realhf.engine.residency.versions import ParameterVersions
 from realhf.geometry.boxes import Box
 from realhf.realloc.execute.held import by_name, holds, part
+
+PIECE_ELEMENTS = 2**20  # exchanged at a time between two versions
 
 Boxes = list[tuple[Box, Tensor]]  # parts of global parameters, each with a local tensor of its shape
 
@@ -28,6 +30,11 @@ class Residency:
 
     A backend makes one over the tensors that it computes with; the worker moves the parameters by it. Views, modules
     and graphs that are built on the tensors stay valid: memory goes and comes below them.
+
+    A version of the parameters is a number. Its owner chooses it; here it says how many training steps the values have
+    seen. Only the model's own vectors compute: another version is selected by an exchange of values.
+
+    version: the one that computes.
 
     Args:
         vectors: all parameters that this rank keeps, each vector with a storage of its own; padding is zero.
@@ -50,12 +57,14 @@ class Residency:
         on_leaving: Callable[[], None] = lambda: None,
         on_written: Callable[[], None] = lambda: None,
     ):
-        self._vectors, self._held, self._gradient = list(vectors), held, gradient
+        self._vectors, self._held, self._gradient = [vector.detach() for vector in vectors], held, gradient
         self._on_leaving, self._on_written = on_leaving, on_written
         self._where = Where.HERE
         self._in_copy: Boxes = []  # while they are lent: where they are
-        self._versions = ParameterVersions(vectors, versions)
-        self._waiting_parameters = HostCopy(self._versions.all_vectors())
+        self.version = versions[0]
+        others = [[torch.zeros_like(vector) for vector in self._vectors] for _ in versions[1:]]
+        self._kept = dict(zip(versions, [self._vectors, *others], strict=True))
+        self._waiting_parameters = HostCopy([vector for of_version in self._kept.values() for vector in of_version])
         self._waiting_states = HostCopy(states)
 
     @property
@@ -78,9 +87,7 @@ class Residency:
         assert self._where is not Where.OFFLOADED, Where.OFFLOADED.value
         if version is None or version == self.version:
             return self._in_copy if self._where is Where.LENT else self.held()
-        kept = {
-            storage_id(own): other for own, other in zip(self._vectors, self._versions.vectors(version), strict=True)
-        }
+        kept = dict(zip(map(storage_id, self._vectors), self._of_version(version), strict=True))
         return [
             (box, kept[storage_id(own)].as_strided(own.shape, own.stride(), own.storage_offset()))
             for box, own in self._held()
@@ -96,34 +103,44 @@ class Residency:
         self._waiting_parameters.has_changed = self._waiting_states.has_changed = True
 
     @property
-    def version(self) -> int:
-        """The version that computes."""
-        return self._versions.current
-
-    @property
     def versions(self) -> list[int]:
         """All versions kept, the oldest first."""
-        return self._versions.numbers
+        return sorted(self._kept)
 
     def vectors(self, version: int) -> list[Tensor]:
         """The vectors of a version. Raises LookupError where it is not kept."""
         self.check_here()
-        return self._versions.vectors(version)
+        return self._of_version(version)
 
     def begin_at_version(self, number: int) -> None:
         """The values that compute are version `number` from now on; the version that they replace is gone."""
-        self._versions.begin_at(number)
+        is_free = number == self.version or number not in self._kept
+        assert is_free, f"version {number} is kept beside {self.version}"
+        self._kept[number] = self._kept.pop(self.version)
+        self.version = number
 
     def select_version(self, number: int) -> None:
         """Version `number` computes from now on. Raises LookupError where it is not kept."""
         self.check_here()
-        if self._versions.select(number):
-            self.written()
+        other = self._of_version(number)
+        if number == self.version:
+            return
+        for vector, values in zip(self._vectors, other, strict=True):
+            for a, b in zip(vector.split(PIECE_ELEMENTS), values.split(PIECE_ELEMENTS), strict=True):
+                before = a.clone()
+                a.copy_(b)
+                b.copy_(before)
+        self._kept[number], self._kept[self.version] = self._vectors, other
+        self.version = number
+        self.written()
 
     def fill_versions(self) -> None:
         """Gives all versions the values of the one that computes."""
         self.check_here()
-        self._versions.fill()
+        for vectors in self._kept.values():
+            if vectors is not self._vectors:
+                for vector, value in zip(vectors, self._vectors, strict=True):
+                    vector.copy_(value)
 
     def free(self) -> None:
         """Gives the memory of the parameters back; gradients and optimizer states stay."""
@@ -157,7 +174,7 @@ class Residency:
             self._where = Where.FREED
             self.allocate()
             for vector in self._vectors:
-                vector.detach().zero_()  # the padding: norms and the optimizer count on zeros
+                vector.zero_()  # the padding: norms and the optimizer count on zeros
             there = by_name(copy.held())
             for box, tensor in self._held():
                 tensor.copy_(part(there, box))
@@ -197,6 +214,11 @@ class Residency:
         finally:
             if was_offloaded:
                 self.offload()
+
+    def _of_version(self, version: int) -> list[Tensor]:
+        if version not in self._kept:
+            raise LookupError(f"the weights of version {version} are asked for, and here are those of {self.versions}")
+        return self._kept[version]
 
     def _leave(self, where: Where) -> None:
         self.check_here()
