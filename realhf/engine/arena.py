@@ -5,6 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from realhf.geometry.boxes import Box
 from realhf.geometry.shards import FlatLayout
 
 
@@ -29,3 +30,8 @@ def views_in(flat: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
         name: flat[start : start + prod(layout.shapes[name])].view(layout.shapes[name])
         for name, start in layout.starts.items()
     }
+
+
+def view_in(flat: Tensor, box: Box, at: int) -> Tensor:
+    """The view of a vector that has the elements of `box` from `at` on."""
+    return flat[at : at + box.size].view(box.shape)

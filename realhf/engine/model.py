@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.engine import build
+from realhf.engine.arena import view_in
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch, check_tokens
 from realhf.engine.forward import forward
@@ -84,19 +85,17 @@ class ShardedModel:
     def state(self) -> Boxes:
         groups, updated = self.groups, self.parameters.updated
         counted = shard_boxes(self.config, groups.layout, groups.rank, self.parameters.data_parallel, only_counted=True)
-        kinds = 0 if self.trainer is None else len(self.trainer.optimizer.state)
-        states = [] if self.trainer is None else self.trainer.state(only_counted=True)
+        states = {} if self.trainer is None else self.trainer.optimizer.state
         versions = self.residency.versions
         flat_of_kind = [
             (kind, self.residency.vectors(version)[0])
             for kind, version in zip(("", *newer_kinds(len(versions))), versions, strict=True)
         ]
         pieces = []
-        for i, (box, at) in enumerate(counted):
+        for box, at in counted:
             start = place_of(at, updated)
-            here = slice(start, start + box.size)
-            pieces += [(of_kind(box, kind), flat[here].view(box.shape)) for kind, flat in flat_of_kind]
-            pieces += states[i * kinds : (i + 1) * kinds]
+            pieces += [(of_kind(box, kind), view_in(flat, box, start)) for kind, flat in flat_of_kind]
+            pieces += [(of_kind(box, kind), view_in(flat, box, at)) for kind, flat in states.items()]
         return pieces
 
     def load_state(self, reader: CheckpointReader) -> None:

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.transformers_config import TransformersConfig, check_backend
 from realhf.base.errors import UserError
-from realhf.engine.arena import Arena
+from realhf.engine.arena import Arena, view_in
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.generate.choice import DrawnTokens, TokenChoice
@@ -185,7 +185,7 @@ class FullyShardedParameters:
             )
 
     def _views(self, vector: Tensor) -> list[tuple[Box, Tensor]]:
-        return [(box, vector[at : at + box.size].view(box.shape)) for box, at in self._boxes]
+        return [(box, view_in(vector, box, at)) for box, at in self._boxes]
 
     def held(self) -> list[tuple[Box, Tensor]]:
         return self._views(self.flat)

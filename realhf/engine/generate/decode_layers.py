@@ -30,11 +30,11 @@ class DecodeLayers:
         is_decode = isinstance(attend, StepAttention) and attend.prefill is None
         if not is_decode or index not in self.kernels or not isinstance(attend.cache.kernels, CppKernels):
             return layer(x, cos, sin, attend, *rest)
-        kernel, cache, rows = self.kernels[index], attend.cache, attend.decode
+        kernel, pages, rows = self.kernels[index], attend.cache.layers[index], attend.decode
         if self._buffer.numel() < kernel.buffer_elements(len(x)) or self._buffer.dtype != x.dtype:
             self._buffer = x.new_empty(kernel.buffer_elements(len(x)))
-        pages = LayerCache(keys=cache.keys[index], values=cache.values[index], table=rows.table, lengths=rows.lengths)
-        kernel(x, cos, sin, pages, self._buffer)
+        cache = LayerCache(keys=pages.keys, values=pages.values, table=rows.table, lengths=rows.lengths)
+        kernel(x, cos, sin, cache, self._buffer)
         return x
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.cpu.huge_pages import empty_in_huge_pages
-from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels, paged_kernels
+from realhf.engine.generate.paged_attention import DecodeRows, LayerPages, PagedKernels, paged_kernels
 from realhf.models.attention import PackedAttention
 
 
@@ -40,8 +40,7 @@ class KVCache:
         self._keys = _empty_like(like, (len(layers), pages, *keys_shape))
         self._values = _empty_like(like, (len(layers), pages, *values_shape))
         self.clear()
-        self.keys = dict(zip(layers, self._keys.unbind(), strict=True))
-        self.values = dict(zip(layers, self._values.unbind(), strict=True))
+        self.layers = dict(zip(layers, map(LayerPages, self._keys, self._values), strict=True))
 
     def clear(self) -> None:
         """Makes old values in the pages harmless to the next sequences."""
@@ -74,12 +73,12 @@ class StepAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         """See `realhf.models.attention.Attention`; leaves `key` and `value` in the cache."""
-        kernels, (keys, values) = self.cache.kernels, (self.cache.keys[layer], self.cache.values[layer])
+        kernels, pages = self.cache.kernels, self.cache.layers[layer]
         count = 0 if self.decode is None else len(self.decode.lengths)
         parts = []
         if self.decode is not None:
-            parts.append(kernels.attend(keys, values, self.decode, query[:count], key[:count], value[:count], window))
+            parts.append(kernels.attend(pages, self.decode, query[:count], key[:count], value[:count], window))
         if self.prefill is not None and self.packed is not None:
-            kernels.write(keys, values, self.prefill.places, key[count:], value[count:])
+            kernels.write(pages, self.prefill.places, key[count:], value[count:])
             parts.append(self.packed(layer, query[count:], key[count:], value[count:], window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,7 +1,7 @@
 """Attention of the new tokens of a step over pages of keys and values: the kernels there are, and which is taken."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,15 @@ class DecodeRows:
     lengths: Tensor
 
 
+class LayerPages(NamedTuple):
+    """One layer's pages: keys and values, each [pages, ...] of a shape in `PagedKernels.page_shapes`."""
+
+    keys: Tensor
+    values: Tensor
+
+
 class PagedKernels(Protocol):
-    """The layout of keys and values in pages, and the kernels that work on them. `keys` and `values` are one layer's
-    pages.
+    """The layout of keys and values in pages, and the kernels that work on them.
 
     page: tokens in a page.
     lengths_dtype: of `DecodeRows.lengths`.
@@ -46,18 +52,11 @@ class PagedKernels(Protocol):
     def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of the keys and of the values in a page."""
 
-    def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, pages: LayerPages, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Puts `key` and `value` [tokens, kv_heads, head_dim] at `places` [tokens] int64, page * `page` + place."""
 
     def attend(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        rows: DecodeRows,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
+        self, pages: LayerPages, rows: DecodeRows, query: Tensor, key: Tensor, value: Tensor, window: int | None
     ) -> Tensor:
         """Writes `key` and `value` of the new tokens behind their sequences, and attends to these with `query`.
 
@@ -110,28 +109,22 @@ class CppKernels:
     def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (kv_heads, head_dim, PAGE_TOKENS), (kv_heads, PAGE_TOKENS, head_dim)
 
-    def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
-        _check(keys, values, key, value)
+    def write(self, pages: LayerPages, places: Tensor, key: Tensor, value: Tensor) -> None:
+        _check(pages, key, value)
         assert places.shape == key.shape[:1]
         assert places.dtype == torch.int64
         assert places.is_contiguous()
         tokens, kv_heads, head_dim = key.shape
         _kernels.write(
-            self.dtype, kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), len(keys),
+            self.dtype, kv_heads, head_dim, pages.keys.data_ptr(), pages.values.data_ptr(), len(pages.keys),
             tokens, places.data_ptr(), *_rows(key), *_rows(value),
         )  # fmt: skip
 
     def attend(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        rows: DecodeRows,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
+        self, pages: LayerPages, rows: DecodeRows, query: Tensor, key: Tensor, value: Tensor, window: int | None
     ) -> Tensor:
-        _check(keys, values, key, value)
+        _check(pages, key, value)
+        keys, values = pages
         count, kv_heads, head_dim = key.shape
         assert rows.table.is_contiguous()
         assert rows.table.dtype == torch.int32
@@ -155,24 +148,17 @@ class FlashKernels:
     def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (FLASH_PAGE_TOKENS, kv_heads, head_dim), (FLASH_PAGE_TOKENS, kv_heads, head_dim)
 
-    def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
-        for pages, new in ((keys, key), (values, value)):
-            pages.flatten(0, 1)[places] = new
+    def write(self, pages: LayerPages, places: Tensor, key: Tensor, value: Tensor) -> None:
+        for store, new in zip(pages, (key, value), strict=True):
+            store.flatten(0, 1)[places] = new
 
     def attend(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        rows: DecodeRows,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
+        self, pages: LayerPages, rows: DecodeRows, query: Tensor, key: Tensor, value: Tensor, window: int | None
     ) -> Tensor:
         from flash_attn import flash_attn_with_kvcache
 
         out = flash_attn_with_kvcache(
-            query[:, None], keys, values, key[:, None], value[:, None],
+            query[:, None], *pages, key[:, None], value[:, None],
             cache_seqlens=rows.lengths, block_table=rows.table, causal=True, window_size=last_token_borders(window),
         )  # fmt: skip
         return out.squeeze(1)  # [rows, heads, head_dim]
@@ -189,30 +175,23 @@ class TorchKernels:
     def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (kv_heads, head_dim, self.page), (kv_heads, self.page, head_dim)
 
-    def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
+    def write(self, pages: LayerPages, places: Tensor, key: Tensor, value: Tensor) -> None:
         page, within = places // self.page, places % self.page
-        keys[page, :, :, within] = key
-        values[page, :, within] = value
+        pages.keys[page, :, :, within] = key
+        pages.values[page, :, within] = value
 
     def attend(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        rows: DecodeRows,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
+        self, pages: LayerPages, rows: DecodeRows, query: Tensor, key: Tensor, value: Tensor, window: int | None
     ) -> Tensor:
         own = rows.lengths // self.page  # each row's last page, by its place in the table
         last = rows.table.gather(1, own[:, None])[:, 0]
-        self.write(keys, values, last * self.page + rows.lengths % self.page, key, value)
+        self.write(pages, last * self.page + rows.lengths % self.page, key, value)
         # Behind its last page a row of the table may hold anything.
-        is_used = torch.arange(rows.table.shape[1], device=keys.device) <= own[:, None]
+        is_used = torch.arange(rows.table.shape[1], device=query.device) <= own[:, None]
         table = rows.table.long().where(is_used, 0)
-        own_keys = keys[table].permute(0, 2, 3, 1, 4).flatten(3)  # [rows, kv_heads, head_dim, tokens]
-        own_values = values[table].transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, tokens, head_dim]
-        places = torch.arange(own_values.shape[2], device=keys.device)
+        own_keys = pages.keys[table].permute(0, 2, 3, 1, 4).flatten(3)  # [rows, kv_heads, head_dim, tokens]
+        own_values = pages.values[table].transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, tokens, head_dim]
+        places = torch.arange(own_values.shape[2], device=query.device)
         is_seen = places <= rows.lengths[:, None]
         if window is not None:
             is_seen &= places > rows.lengths[:, None] - window
@@ -230,8 +209,9 @@ def _rows(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.stride(0)
 
 
-def _check(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+def _check(pages: LayerPages, key: Tensor, value: Tensor) -> None:
     """Checks shapes and layouts, which the kernels do not check."""
+    keys, values = pages
     _, kv_heads, head_dim, page = keys.shape
     assert page == PAGE_TOKENS == _kernels.PAGE
     assert values.shape == (len(keys), kv_heads, PAGE_TOKENS, head_dim)

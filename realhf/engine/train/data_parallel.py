@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.engine import build
+from realhf.engine.arena import view_in
 from realhf.engine.pipeline import EndPass, no_end
 from realhf.engine.train.divided import DividedParameters
 from realhf.engine.train.gathering import GatheredUnit, Gathering
@@ -97,7 +98,7 @@ class NativeParameters:
             self._connect(self.vectors.gathering)
 
     def held(self) -> list[tuple[Box, Tensor]]:
-        return [(box, _view(self.flat, box, at)) for box, at in self._held]
+        return [(box, view_in(self.flat, box, at)) for box, at in self._held]
 
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext() if self.vectors.gathering is None else self.vectors.gathering.whole()
@@ -129,7 +130,7 @@ class NativeParameters:
 
     def _gradients(self, names: Collection[str]) -> list[Tensor]:
         """This rank's parts of the gradients of some parameters."""
-        return [_view(self.gradient, box, at) for box, at in self._held if box.name in names]
+        return [view_in(self.gradient, box, at) for box, at in self._held if box.name in names]
 
     def _connect(self, gathering: Gathering) -> None:
         """Lets modules find the units that they need."""
@@ -156,10 +157,6 @@ def place_of(at: int, updated: Sequence[slice]) -> int:
             return part.start + at
         at -= part.stop - part.start
     raise AssertionError("every box lies in an updated part")
-
-
-def _view(vector: Tensor, box: Box, at: int) -> Tensor:
-    return vector[at : at + box.size].view(box.shape)
 
 
 def _from_start(unit: Unit, elements: range) -> list[tuple[Box, int]]:

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import Computation
+from realhf.engine.arena import view_in
 from realhf.engine.batch import Batch
 from realhf.engine.forward import run_stage
 from realhf.engine.interface import LossFunction, Stats
@@ -129,20 +130,16 @@ class Trainer:
             "lr": (lr, 1.0),
         }
 
-    def state(self, only_counted: bool = False) -> list[tuple[Box, Tensor]]:
+    def state(self) -> list[tuple[Box, Tensor]]:
         """The optimizer's vectors as boxes of their parameters, views to be read or written in place: `NAME@exp_avg`,
         `NAME@exp_avg_sq` and, where parameters are below float32, `NAME@master`.
 
-        They cover the elements that this rank updates, so a parameter may have several boxes here or none; with
-        `only_counted`, the part of it that no other rank has (`counted_range`).
+        They cover the elements that this rank updates, so a parameter may have several boxes here or none.
         """
         groups = self.decoder.groups
-        boxes = shard_boxes(
-            self.decoder.config, groups.layout, groups.rank, self.parameters.data_parallel, only_counted=only_counted
-        )
         return [
-            (of_kind(box, kind), flat[at : at + box.size].view(box.shape))
-            for box, at in boxes
+            (of_kind(box, kind), view_in(flat, box, at))
+            for box, at in shard_boxes(self.decoder.config, groups.layout, groups.rank, self.parameters.data_parallel)
             for kind, flat in self.optimizer.state.items()
         ]
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from realhf.architecture.decoding import PAGE_TOKENS as PAGE
 from realhf.cpu import fused
 from realhf.cpu.huge_pages import empty_in_huge_pages
-from realhf.engine.generate.paged_attention import CppKernels, DecodeRows
+from realhf.engine.generate.paged_attention import CppKernels, DecodeRows, LayerPages
 from realhf.engine.generate.sampling import draw, replay, tempered_logprobs, uniform
 from realhf.models.rotary import rotate
 
@@ -212,13 +212,13 @@ def test_logits_that_are_no_distribution_have_a_token_of_the_vocabulary_and_no_p
 
 
 def test_pages_outside_of_the_cache_are_an_error_and_not_read():
-    kernels, (keys, values) = CppKernels(torch.float32), cache_of(pages=3)
+    kernels, pages = CppKernels(torch.float32), LayerPages(*cache_of(pages=3))
     key = torch.randn(2, 1, 8)
     for place in (-1, 3 * PAGE, 10**12):
         with pytest.raises(
             IndexError, match=rf"the place of token 1 is {place}, which is not from 0 to {3 * PAGE - 1}"
         ):
-            kernels.write(keys, values, torch.tensor([0, place]), key, key)
+            kernels.write(pages, torch.tensor([0, place]), key, key)
     for table, lengths, says in (
         ([[0, 0], [1, 3]], [0, PAGE], "a page of sequence 1 is 3, which is not from 0 to 2"),
         ([[0, 0], [-1, 0]], [0, 0], "a page of sequence 1 is -1"),
@@ -227,7 +227,7 @@ def test_pages_outside_of_the_cache_are_an_error_and_not_read():
     ):
         rows = DecodeRows(torch.tensor(table, dtype=torch.int32), torch.tensor(lengths))
         with pytest.raises(IndexError, match=says):
-            kernels.attend(keys, values, rows, key, key, key, None)
+            kernels.attend(pages, rows, key, key, key, None)
 
 
 def cache_of(pages: int) -> tuple[torch.Tensor, torch.Tensor]:

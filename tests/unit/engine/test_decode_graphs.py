@@ -282,7 +282,7 @@ def test_pages_and_graphs_only_grow():
         cache, graphs = workspace.of_batch(index, decoder, kernels, CacheSizes(*asked))
         assert graphs.cache is cache
         assert graphs.timeout_s == 5.0
-        assert (cache.keys[1].shape, len(cache.keys)) == ((cache.pages, 4, 8, 16), 2)
+        assert (cache.layers[1].keys.shape, len(cache.layers)) == ((cache.pages, 4, 8, 16), 2)
         return graphs, (cache.pages, graphs.max_rows, graphs.width)
 
     first, found = sizes(0, 10, 4, 2)

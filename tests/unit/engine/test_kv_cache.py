@@ -14,6 +14,7 @@ from realhf.engine.generate.paged_attention import (
     CppKernels,
     DecodeRows,
     FlashKernels,
+    LayerPages,
     TorchKernels,
     describe_attention,
     paged_kernel,
@@ -106,7 +107,7 @@ def test_what_the_kernels_read_of_a_page_is_zero_at_first(kernels, monkeypatch):
         cache = KVCache(LAYERS, 4, 2, 8, torch.empty(0, dtype=dtype))
         assert [bool((store == 0).all()) for store in (cache._keys, cache._values)] == [cache.kernels.reads_behind] * 2
         assert cache.size_bytes == 2 * 2 * 4 * PAGE * 2 * 8 * dtype.itemsize
-        assert list(cache.keys) == list(cache.values) == [3, 4]
+        assert list(cache.layers) == [3, 4]
         for store in (cache._keys, cache._values):
             store.fill_(torch.nan)
         cache.copy_pages([])
@@ -166,8 +167,9 @@ def test_wrong_tensors_never_come_to_the_kernel():
     keys, values = torch.zeros(3, 2, 8, PAGE), torch.zeros(3, 2, PAGE, 8)
     new, places = torch.zeros(4, 2, 8), torch.arange(4)
     rows = DecodeRows(torch.zeros(4, 1, dtype=torch.int32), torch.arange(4))
-    kernels.write(keys, values, places, new, new)
-    kernels.attend(keys, values, rows, new, new, new, None)
+    pages = LayerPages(keys, values)
+    kernels.write(pages, places, new, new)
+    kernels.attend(pages, rows, new, new, new, None)
     wide = torch.zeros(4, 2, 16)
     for wrong in (
         (keys, values, places[:3], new, new),
@@ -189,7 +191,7 @@ def test_wrong_tensors_never_come_to_the_kernel():
         (keys, values, places, new, new.double()),
     ):
         with pytest.raises(AssertionError):
-            kernels.write(*wrong)
+            kernels.write(LayerPages(*wrong[:2]), *wrong[2:])
     table, lengths = rows.table, rows.lengths
     for wrong_rows, query in (
         (DecodeRows(table.long(), lengths), new),
@@ -201,7 +203,7 @@ def test_wrong_tensors_never_come_to_the_kernel():
         (rows, new[:3]),
     ):
         with pytest.raises(AssertionError):
-            kernels.attend(keys, values, wrong_rows, query, new, new, None)
+            kernels.attend(pages, wrong_rows, query, new, new, None)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 60.0])
