@@ -27,24 +27,9 @@ def build_arena(config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtyp
     return Arena(flat_layout(config, groups.layout, groups.rank), dtype, device)
 
 
-def build_decoder(
-    config: DecoderConfig,
-    groups: ParallelGroups,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    arena: Arena | None = None,
-) -> Decoder:
-    """This rank's part of a model, all parameters views of `arena` (made here if not given).
-
-    The parameters are zeros and need no gradient until `attach_gradients`.
-    """
-    arena = arena or build_arena(config, groups, dtype, torch.device(device))
-    return decoder_on(config, groups, arena.views())
-
-
 def decoder_on(config: DecoderConfig, groups: ParallelGroups, views: dict[str, Tensor]) -> Decoder:
     """This rank's part of a model, whose parameters are `views`, by name: `NAME.slices.0.weight` and so on of a weight
-    that is cut."""
+    that is cut. They need no gradient until `attach_gradients`."""
     slices: dict[str, dict[int, tuple[int, ...]]] = {}
     for name, view in views.items():  # in the order of the units, which modes mix
         owner, is_cut, place = name.partition(".slices.")

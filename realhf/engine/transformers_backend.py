@@ -25,6 +25,7 @@ from realhf.base.errors import UserError
 from realhf.engine.arena import Arena, view_in
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
+from realhf.engine.build import build_arena
 from realhf.engine.generate.choice import DrawnTokens, TokenChoice
 from realhf.engine.generate.loop import check_request, concatenated
 from realhf.engine.interface import GenerationOutput, GenerationRequest
@@ -34,7 +35,7 @@ from realhf.engine.train.data_parallel import Parameters
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import check_strategy
 from realhf.geometry.parameters import decoder_parameters
-from realhf.geometry.shards import flat_layout, shard_boxes
+from realhf.geometry.shards import shard_boxes
 from realhf.models.attention import PackedAttention
 from realhf.models.transformers_models import CausalModel, random_weights
 from realhf.parallel.collectives import all_gather, reduce_scatter
@@ -100,7 +101,7 @@ class WholeParameters:
 
     def __init__(self, config: TransformersConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device):
         self._groups = groups
-        self.arena = Arena(flat_layout(config, groups.layout, groups.rank), dtype, device)
+        self.arena = build_arena(config, groups, dtype, device)
         self.decoder = TransformersDecoder(config, groups, dtype, device)
         self.flat, views = self.arena.flat, self.arena.views()
         self._parameters = {name: nn.Parameter(view, requires_grad=False) for name, view in views.items()}

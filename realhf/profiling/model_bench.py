@@ -158,7 +158,7 @@ class ModelBench:
             return
         config = replace(model, num_layers=LAYERS)
         arena = build.build_arena(config, groups, self.dtype, device)
-        self.decoder = build.build_decoder(config, groups, self.dtype, device, arena)
+        self.decoder = build.decoder_on(config, groups, arena.views())
         arena.flat.normal_(std=0.02)  # zeros would draw less power, hence run faster, on a GPU
         build.attach_gradients(self.decoder, Arena(arena.layout, gradient_dtype(self.dtype, OptimizerConfig()), device))
 

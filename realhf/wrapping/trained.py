@@ -55,7 +55,7 @@ class OsdpModule:
         del trained  # the memory of all parameters, before gradients take theirs
         self._vectors.connect(self._parameters, prefetch=prefetch)
         self._connect(operators)
-        self._vectors.attach_gradients(self._parameters, dtype)
+        self._vectors.attach_gradients(dtype)
         self._gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self._parts = [self._vectors.flat[part].detach() for part in self._vectors.updated]
         self.optimizer = optimizer_factory(list(self._parts))

@@ -148,7 +148,7 @@ def run_both(case: Case, groups: ParallelGroups, *, is_measured: bool, dtype: to
 
 def memory_of_units(parameters: NativeParameters) -> int:
     """Elements."""
-    flats = [unit.arena.flat for unit in parameters.vectors.gathered.values()]
+    flats = [unit.arena.flat for unit in parameters.gathered.values()]
     return sum(flat.untyped_storage().nbytes() // flat.itemsize for flat in flats)
 
 

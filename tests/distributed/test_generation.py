@@ -13,7 +13,6 @@ from realhf.api.generation import GenerationOptions
 from realhf.base.errors import RunError
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
-from realhf.engine.build import build_decoder
 from realhf.engine.generate import paged_attention
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.loop import generate
@@ -25,7 +24,7 @@ from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.parallel.waiting import Waits, What
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.captures import EagerCapture, TracedCapture
-from tests.unit.engine.decoder_boxes import initialise
+from tests.unit.engine.decoder_boxes import build_decoder, initialise
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.texts import first_end, two_letter_tokenizer
 

@@ -147,7 +147,7 @@ def trained(case: Case, groups: ParallelGroups, *, is_measured: bool = True) -> 
 
 def memory_of_units(parameters: NativeParameters) -> int:
     """Elements."""
-    flats = [unit.arena.flat for unit in parameters.vectors.gathered.values()]
+    flats = [unit.arena.flat for unit in parameters.gathered.values()]
     return sum(flat.untyped_storage().nbytes() // flat.itemsize for flat in flats)
 
 

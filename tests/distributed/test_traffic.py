@@ -69,8 +69,8 @@ def left_after_backward(rank: int) -> list[str]:
     """The units whose gradients wait to be reduced when a backward pass has ended."""
     case = Case(dp=2, config=TWO, micro_batches=1, compute=way(("*", "sharded")))
     model = built(case.config, GroupTable([case.layout], rank).groups(case.layout), case.compute)
-    gathering, left = model.parameters.vectors.gathering, []
-    names = {gathered: unit.name for unit, gathered in model.parameters.vectors.gathered.items()}
+    gathering, left = model.parameters.gathering, []
+    names = {gathered: unit.name for unit, gathered in model.parameters.gathered.items()}
     reduce = gathering.reduce
 
     def reduced(but: Sequence[GatheredUnit] = ()) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from realhf.base.errors import RunError
 from realhf.parallel.groups import ParallelGroups
-from realhf.parallel.waiting import Waits
 
 
 @dataclass(frozen=True)
@@ -17,38 +16,8 @@ class _Message:
     """A tensor on its way; `what` names the message and the peer, for errors."""
 
     tensor: Tensor
-    work: dist.Work
+    work: dist.Work | None
     what: str
-    timeout_s: float
-    waits: Waits
-
-    def wait(self) -> Tensor:
-        try:
-            self.waits.wait(self.work, self.timeout_s, partial("generate: {}".format, self.what))  # not its tensor
-        except RuntimeError as error:
-            raise RunError(f"generate: {self.what} (deadline {self.timeout_s:g} s): {error}") from error
-        return self.tensor
-
-
-class _Links:
-    """Point-to-point messages between the stages of one pipeline, by global rank."""
-
-    def __init__(self, groups: ParallelGroups, timeout_s: float):
-        self.groups, self.timeout_s = groups, timeout_s
-
-    def send(self, tensor: Tensor, stage: int, name: str) -> _Message:
-        peer, tensor = self.groups.stage_rank(stage), tensor.contiguous()
-        what = f"rank {self.groups.rank} waited for rank {peer} to take {name}"
-        return self._message(tensor, dist.isend(tensor, peer, self.groups.pipeline), what)
-
-    def receive(self, tensor: Tensor, stage: int, name: str) -> _Message:
-        peer = self.groups.stage_rank(stage)
-        what = f"rank {self.groups.rank} waited for {name} from rank {peer}"
-        return self._message(tensor, dist.irecv(tensor, peer, self.groups.pipeline), what)
-
-    def _message(self, tensor: Tensor, work: dist.Work | None, what: str) -> _Message:
-        assert work is not None, "this rank is in the pipeline"
-        return _Message(tensor, work, what, self.timeout_s, self.groups.waits)
 
 
 class BatchMessages:
@@ -62,8 +31,7 @@ class BatchMessages:
 
     def __init__(self, groups: ParallelGroups, hidden_like: Tensor, timeout_s: float):
         self.is_last_stage = groups.is_last_stage
-        self._groups, self._hidden_like = groups, hidden_like
-        self._links = _Links(groups, timeout_s)
+        self._groups, self._hidden_like, self._timeout_s = groups, hidden_like, timeout_s
         self._last = groups.layout.strategy.pp - 1
         self._sent: list[_Message] = []
         self._incoming: _Message | None = None
@@ -73,31 +41,47 @@ class BatchMessages:
         self._step = step
         if not self._groups.is_first_stage:
             hidden = self._hidden_like.new_empty(rows, self._hidden_like.shape[1])
-            self._incoming = self._links.receive(hidden, self._groups.stage - 1, self._name("hidden states"))
+            self._incoming = self._receive(hidden, self._groups.stage - 1, "hidden states")
 
     def hidden(self) -> Tensor | None:
         """The hidden states of the previous stage; None on the first."""
-        return None if self._incoming is None else self._incoming.wait()
+        return None if self._incoming is None else self._wait(self._incoming)
 
     def send_hidden(self, hidden: Tensor) -> None:
-        self._sent.append(self._links.send(hidden, self._groups.stage + 1, self._name("hidden states")))
+        self._send(hidden, self._groups.stage + 1, "hidden states")
 
     def send_tokens(self, tokens: Tensor) -> None:
         """Sends the step's tokens from the last stage to all others."""
         self.await_sent()  # the last step's tokens: they have arrived, else there were no logits
-        self._sent = [self._links.send(tokens, stage, self._name("tokens")) for stage in range(self._last)]
+        for stage in range(self._last):
+            self._send(tokens, stage, "tokens")
 
     def receive_tokens(self, count: int) -> Tensor:
         """The step's tokens [count] from the last stage."""
         empty = torch.empty(count, dtype=torch.int64, device=self._hidden_like.device)
-        tokens = self._links.receive(empty, self._last, self._name("tokens")).wait()
+        tokens = self._wait(self._receive(empty, self._last, "tokens"))
         self.await_sent()  # the hidden states: they have arrived, else there were no tokens
         return tokens
 
     def await_sent(self) -> None:
         for message in self._sent:
-            message.wait()
+            self._wait(message)
         self._sent.clear()
 
-    def _name(self, what: str) -> str:
-        return f"the {what} of decode step {self._step}"
+    def _send(self, tensor: Tensor, stage: int, name: str) -> None:
+        peer, tensor = self._groups.stage_rank(stage), tensor.contiguous()
+        what = f"rank {self._groups.rank} waited for rank {peer} to take the {name} of decode step {self._step}"
+        self._sent.append(_Message(tensor, dist.isend(tensor, peer, self._groups.pipeline), what))
+
+    def _receive(self, tensor: Tensor, stage: int, name: str) -> _Message:
+        peer = self._groups.stage_rank(stage)
+        what = f"rank {self._groups.rank} waited for the {name} of decode step {self._step} from rank {peer}"
+        return _Message(tensor, dist.irecv(tensor, peer, self._groups.pipeline), what)
+
+    def _wait(self, message: _Message) -> Tensor:
+        assert message.work is not None, "this rank is in the pipeline"
+        try:  # what describes the wait must not hold the tensor
+            self._groups.waits.wait(message.work, self._timeout_s, partial("generate: {}".format, message.what))
+        except RuntimeError as error:
+            raise RunError(f"generate: {message.what} (deadline {self._timeout_s:g} s): {error}") from error
+        return message.tensor

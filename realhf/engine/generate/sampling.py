@@ -87,8 +87,7 @@ class Truncation:
     def __call__(self, logprobs: Tensor) -> Tensor:
         """Log-probabilities [n, vocab] without the tokens left out, renormalised; the same tensor if none is left
         out."""
-        if self.forbidden is not None:
-            logprobs = self.without_forbidden(logprobs)
+        logprobs = self.without_forbidden(logprobs)
         if 0 < self.top_k < logprobs.shape[-1]:
             least = logprobs.topk(self.top_k).values[:, -1:]
             logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)
@@ -105,7 +104,7 @@ class Truncation:
         return self.forbidden is None and not self.top_k and self.top_p >= 1
 
     def without_forbidden(self, logprobs: Tensor) -> Tensor:
-        """[n, vocab], renormalised."""
+        """[n, vocab], renormalised; the same tensor if none is forbidden."""
         if self.forbidden is None:
             return logprobs
         is_forbidden = torch.arange(logprobs.shape[-1], device=logprobs.device) == self.forbidden[:, None]

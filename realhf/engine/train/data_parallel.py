@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
@@ -68,7 +68,7 @@ class Parameters(Protocol):
         """Gathers the `updated` parts after an update, so that every rank has the new parameters."""
 
 
-class NativeParameters:
+class NativeParameters(DividedParameters):
     """The parameters of this project's decoder, each operator in its mode. Implements `Parameters`."""
 
     def __init__(
@@ -84,66 +84,51 @@ class NativeParameters:
         self.data_parallel, index = data_parallel, groups.dp_index
         self._groups = groups
         of_rank = units(config, groups.layout, groups.rank, data_parallel)
-        self.vectors = DividedParameters(of_rank, groups.data, index, dtype, device)
-        self.flat, self.updated = self.vectors.flat, self.vectors.updated
-        self.decoder = build.decoder_on(config, groups, self.vectors.views())
-        self._named: dict[str, nn.Parameter] = dict(self.decoder.named_parameters())
+        super().__init__(of_rank, groups.data, index, dtype, device)
+        self.decoder = build.decoder_on(config, groups, self.views())
         self._held = [
             (box, kept.start + at)
-            for unit, kept in self.vectors.kept.items()
+            for unit, kept in self.kept.items()
             for box, at in _from_start(unit, unit.kept(index))
         ]
-        self.vectors.connect(self._named, prefetch=prefetch)
-        if self.vectors.gathering is not None:
-            self._connect(self.vectors.gathering)
+        self.connect(dict(self.decoder.named_parameters()), prefetch=prefetch)
+        if self.gathering is not None:
+            self._connect_modules(self.gathering)
 
     def held(self) -> list[tuple[Box, Tensor]]:
         return [(box, view_in(self.flat, box, at)) for box, at in self._held]
 
     def whole(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.vectors.gathering is None else self.vectors.gathering.whole()
+        return nullcontext() if self.gathering is None else self.gathering.whole()
 
     def computing(self) -> AbstractContextManager[EndPass]:
-        return nullcontext(no_end) if self.vectors.gathering is None else self.vectors.gathering.computing()
-
-    def attach_gradients(self, dtype: torch.dtype) -> None:
-        self.vectors.attach_gradients(self._named, dtype)
-
-    @property
-    def gradient(self) -> Tensor:
-        return self.vectors.gradient
-
-    def zero_gradients(self) -> None:
-        self.vectors.zero_gradients()
+        return nullcontext(no_end) if self.gathering is None else self.gathering.computing()
 
     def reduce_gradients(self, *, sequence_parallel: bool) -> None:
         config, groups = self.decoder.config, self._groups
-        self.vectors.reduce_gathered()
+        self.reduce_gathered()
         if sequence_parallel and groups.tensor is not None:
             sum_over(groups.tensor, self._gradients(own_token_names(config)))
         if config.tied_embeddings and groups.tied is not None:
             sum_over(groups.tied, self._gradients([f"{_EMBEDDING}.weight"]))
-        self.vectors.reduce_others()
-
-    def publish(self) -> None:
-        self.vectors.publish()
+        self.reduce_others()
 
     def _gradients(self, names: Collection[str]) -> list[Tensor]:
         """This rank's parts of the gradients of some parameters."""
         return [view_in(self.gradient, box, at) for box, at in self._held if box.name in names]
 
-    def _connect(self, gathering: Gathering) -> None:
+    def _connect_modules(self, gathering: Gathering) -> None:
         """Lets modules find the units that they need."""
         config = self.decoder.config
         needed: dict[str, list[GatheredUnit]] = {}
-        for unit, gathered in self.vectors.gathered.items():
+        for unit, gathered in self.gathered.items():
             needed.setdefault(unit.module, []).append(gathered)
         embedding = needed.get(_EMBEDDING)
         if embedding and config.tied_embeddings and self._groups.is_last_stage:
             needed[_HEAD] = [*needed.get(_HEAD, []), *embedding]
         for module, of_module in needed.items():
             if module.startswith("lm_head."):
-                gathering.connect_weight(self._named[f"{module}.weight"], *of_module)
+                gathering.connect_weight(self.parameters[f"{module}.weight"], *of_module)
                 continue
             # The gradient of an embedding is of the rows alone, and that of a norm comes after that of its head.
             needs_values = module != _HEAD and "embed_" not in module

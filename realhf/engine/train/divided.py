@@ -28,6 +28,7 @@ class DividedParameters:
     kept: by unit, where it lies in `flat`.
     updated: the parts of `flat` that this rank updates.
     gathered: the units that are sharded.
+    parameters: the modules', by name, after `connect`.
     gathering: when these have memory; None where there are none, and before `connect`.
     gradient: the sums of backward passes, a vector like `flat`, after `attach_gradients`.
     """
@@ -66,6 +67,7 @@ class DividedParameters:
     def connect(self, parameters: Mapping[str, nn.Parameter], *, prefetch: bool) -> None:
         """Takes the modules' parameters, made of `views`, by name. The caller then connects the modules with
         `gathering`."""
+        self.parameters = parameters
         for unit, gathered in self.gathered.items():
             gathered.parameters = {name: parameters[name] for name in unit.flat.shapes}
         if self.gathered:
@@ -100,14 +102,14 @@ class DividedParameters:
         finally:
             gathered.free()
 
-    def attach_gradients(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+    def attach_gradients(self, dtype: torch.dtype) -> None:
         """From now on backward passes add up gradients of `dtype`, which `reduce_gathered` and `reduce_others`
         complete."""
         self.gradient = torch.zeros_like(self.flat, dtype=dtype)
         for unit, kept in self.kept.items():
             if unit.mode != "sharded":
                 for name, view in views_in(self.gradient[kept], unit.flat).items():
-                    parameter = parameters[name]
+                    parameter = self.parameters[name]
                     parameter.requires_grad_(True)
                     parameter.grad_dtype, parameter.grad = dtype, view
                     let_add_to_grad(parameter)

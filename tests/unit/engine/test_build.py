@@ -10,13 +10,13 @@ import torch
 from benchmarks.lib.peak_memory import PeakMemory
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.arena import Arena
-from realhf.engine.build import attach_gradients, build_arena, build_decoder
+from realhf.engine.build import attach_gradients, build_arena
 from realhf.engine.residency.offload import allocate, free
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.geometry.shards import FlatLayout, counted_range, units
 from realhf.parallel.groups import ParallelGroups
-from tests.unit.engine.decoder_boxes import boxes, initialise
+from tests.unit.engine.decoder_boxes import boxes, build_decoder, initialise
 from tests.unit.engine.losses import ONE_RANK, tiny
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_large_parameters_are_drawn_in_parts(tp: int, monkeypatch: pytest.Monkey
     """As torch draws them whole, whatever the layout, and without the whole in memory."""
     config = tiny(vocab_size=320)
     groups = ParallelGroups(Layout(DeviceMesh(0, tp), ParallelStrategy(tp=tp)), tp - 1)
-    decoder = build_decoder(config, groups, torch.float32, CPU)
+    decoder = build_decoder(config, groups, torch.float32)
     monkeypatch.setattr("realhf.engine.build._DRAWN_ELEMENTS", 16 * config.hidden_size)
     with PeakMemory() as memory:
         initialise(decoder, seed=3)

@@ -159,7 +159,7 @@ def test_modules_are_connected_with_the_units_that_they_need(
 
     monkeypatch.setattr(Gathering, "connect", connect)
     made = parameters(config, strategy, rank, way, data=Group("data"))
-    names = {gathered: unit.name for unit, gathered in made.vectors.gathered.items()}
+    names = {gathered: unit.name for unit, gathered in made.gathered.items()}
     modules = {module: name for name, module in made.decoder.named_modules()}
     found = {modules[of]: ([names[unit] for unit in needed], backward) for of, (needed, backward) in connected.items()}
     assert found == expected
@@ -173,13 +173,13 @@ def test_slices_of_a_head_are_there_for_their_use_alone(monkeypatch: pytest.Monk
         Gathering, "connect_weight", lambda self, parameter, *units: connected.append((parameter, units))
     )
     of = parameters(ONE, ParallelStrategy(dp=2), 0, HEAD_IN_SLICES, data=Group("data"))
-    names = {gathered: unit.module for unit, gathered in of.vectors.gathered.items()}
-    found = {next(n for n, p in of._named.items() if p is parameter): units for parameter, units in connected}
+    names = {gathered: unit.module for unit, gathered in of.gathered.items()}
+    found = {next(n for n, p in of.parameters.items() if p is parameter): units for parameter, units in connected}
     assert {name: [names[unit] for unit in units] for name, units in found.items()} == {
         "lm_head.slices.0.weight": ["lm_head.slices.0"],
         "lm_head.slices.1.weight": ["lm_head.slices.1"],
     }
-    assert len(modules) == len(of.vectors.gathered) - 2, "the others as modules"
+    assert len(modules) == len(of.gathered) - 2, "the others as modules"
 
 
 def test_what_is_gathered_is_there_within_a_pass_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_gradients_are_completed_unit_by_unit_before_and_after_those_of_other_ra
     of = parameters(TIED, ParallelStrategy(pp=2), tied=Group("tied"))
     of.attach_gradients(torch.float32)
     for name in ("reduce_gathered", "reduce_others", "publish", "zero_gradients"):
-        monkeypatch.setattr(of.vectors, name, lambda name=name: summed.append((name, 0)))
+        monkeypatch.setattr(of, name, lambda name=name: summed.append((name, 0)))
     of.reduce_gradients(sequence_parallel=False)
     of.publish()
     of.zero_gradients()

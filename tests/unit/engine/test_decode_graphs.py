@@ -14,7 +14,6 @@ from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.errors import UserError
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
-from realhf.engine.build import build_decoder
 from realhf.engine.generate import decode_graphs, paged_attention
 from realhf.engine.generate.decode_graphs import (
     CacheSizes,
@@ -33,7 +32,7 @@ from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.models.decoder import Decoder
 from tests.unit.engine.captures import EagerCapture, TracedCapture
-from tests.unit.engine.decoder_boxes import initialise
+from tests.unit.engine.decoder_boxes import build_decoder, initialise
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.test_generate import KEY, assert_same_rollouts
 

@@ -142,7 +142,7 @@ def expected_of(rank: Rank, names: str, x: Tensor) -> tuple[Tensor, dict[str, Te
 def test_units_are_there_for_their_use_and_their_gradients_are_summed(peer: Peer, prefetch: bool) -> None:
     """With one in advance from the second time on; at most two, or one, have memory."""
     rank = Rank(peer, "abc", prefetch)
-    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    rank.vectors.attach_gradients(torch.float64)
     x = torch.tensor(0.5, dtype=torch.float64)
     output, gradients = expected_of(rank, "abc", x)
     seen: list[str] = []
@@ -197,7 +197,7 @@ def peer_asks(kind: str, number: int) -> Callable[[list[int]], list[int]]:
 
 def test_a_unit_that_a_peer_alone_needs_is_lent_for_as_long(peer: Peer) -> None:
     rank = Rank(peer, "ab")
-    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    rank.vectors.attach_gradients(torch.float64)
     peer.asks = [peer_asks("gather", 1)]
     rank.gathering.meet(Point.STEP)
     assert (peer.log, rank.there) == (["gather b"], "")
@@ -220,7 +220,7 @@ def test_a_parameter_that_is_read_part_by_part_is_gathered_for_its_use_and_colle
     rank.gathering.connect_weight(parameter, of)
     with pytest.raises(AssertionError):
         gradient_sink(parameter)
-    rank.vectors.attach_gradients(rank.parameters, torch.float32)
+    rank.vectors.attach_gradients(torch.float32)
     with rank.gathering.computing():
         before_use(parameter)
         assert rank.there == "b"
@@ -241,13 +241,13 @@ def test_a_parameter_that_is_read_part_by_part_is_gathered_for_its_use_and_colle
 def test_what_is_trained_has_gradients_of_the_dtype_that_they_are_summed_in(peer: Peer) -> None:
     rank = Rank(peer, "a")
     parameter = rank.parameters["a.weight"].requires_grad_(False)
-    rank.vectors.attach_gradients(rank.parameters, torch.float32)
+    rank.vectors.attach_gradients(torch.float32)
     assert (parameter.requires_grad, parameter.grad_dtype) == (True, torch.float32)
 
 
 def test_what_is_in_use_is_not_asked_for_again(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     rank, gathers = Rank(peer, "a"), []
-    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    rank.vectors.attach_gradients(torch.float64)
     gather = rank.gathering._gather
     monkeypatch.setattr(rank.gathering, "_gather", lambda needed: gathers.append(gather(needed)))
     with rank.gathering.computing():
@@ -281,7 +281,7 @@ def test_what_ended_a_pass_is_followed_by_nothing(peer: Peer) -> None:
 
 def test_gradients_of_a_unit_that_may_get_more_are_not_reduced(peer: Peer) -> None:
     rank = Rank(peer, "ab", prefetch=False)
-    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    rank.vectors.attach_gradients(torch.float64)
     first, second = rank.units.values()
     rank.gathering._with_gradients[first] = None
     rank.gathering._gather([first])
@@ -310,7 +310,7 @@ def test_what_is_lent_has_arrived_before_and_after(peer: Peer) -> None:
 
 def test_what_autograd_has_kept_of_a_unit_is_gathered_when_it_is_read(peer: Peer) -> None:
     rank = Rank(peer, "ab", prefetch=False)
-    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    rank.vectors.attach_gradients(torch.float64)
     modules = [Scale(parameter) for parameter in rank.parameters.values()]
     for module, of in zip(modules, rank.units.values(), strict=True):
         rank.gathering.connect(module, [of], backward=False)
@@ -369,7 +369,7 @@ def test_a_backward_pass_finds_what_it_needs_or_nothing(peer: Peer, needs_values
 
     seen: list[int] = []
     rank = Rank(peer, "ab", prefetch=False)
-    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    rank.vectors.attach_gradients(torch.float64)
     modules = [Module(rank.parameters[f"{name}.weight"]) for name in "ab"]
     for name, module in zip("ab", modules, strict=True):
         rank.gathering.connect(module, [rank.units[name]], backward=needs_values)
@@ -385,7 +385,7 @@ def test_a_backward_pass_finds_what_it_needs_or_nothing(peer: Peer, needs_values
 
 def test_gradients_of_a_pass_that_failed_are_forgotten(peer: Peer) -> None:
     rank = Rank(peer, "ab")
-    rank.vectors.attach_gradients(rank.parameters, torch.float64)
+    rank.vectors.attach_gradients(torch.float64)
     with rank.gathering.computing():
         rank(torch.tensor(1.0, dtype=torch.float64)).backward()
     rank.vectors.gradient.fill_(7.0)
@@ -468,7 +468,7 @@ def test_what_is_kept_and_updated_of_units_of_each_mode(peer: Peer, mixed: Any) 
 
 def test_gradients_of_each_mode_are_completed_in_its_way_and_updates_are_told(peer: Peer, mixed: Any) -> None:
     vectors, parameters = mixed
-    vectors.attach_gradients(parameters, torch.float32)
+    vectors.attach_gradients(torch.float32)
     assert (vectors.gradient.dtype, len(vectors.gradient)) == (torch.float32, 320)
     for mode in MODES[:2]:
         parameter = parameters[f"{mode}.weight"]

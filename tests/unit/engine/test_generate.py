@@ -21,7 +21,6 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch, concatenate
-from realhf.engine.build import build_decoder
 from realhf.engine.generate.loop import generate
 from realhf.engine.generate.sampling import draw, uniform
 from realhf.engine.interface import GenerationOutput, GenerationRequest
@@ -31,6 +30,7 @@ from realhf.models.attention import PackedAttention, packed_positions
 from realhf.models.decoder import Decoder
 from realhf.parallel import tensor
 from realhf.parallel.groups import ParallelGroups
+from tests.unit.engine.decoder_boxes import build_decoder
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.texts import first_end, two_letter_tokenizer
 from tests.unit.packing import PACKERS

@@ -10,7 +10,6 @@ import torch
 from realhf.api.generation import GenerationOptions
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
-from realhf.engine.build import build_decoder
 from realhf.engine.generate import loop
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.decode_layers import decode_layers
@@ -24,7 +23,7 @@ from realhf.engine.generate.loop import (
 )
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.models.decoder import Decoder
-from tests.unit.engine.decoder_boxes import initialise
+from tests.unit.engine.decoder_boxes import build_decoder, initialise
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.test_decode_graphs import decoder_of
 

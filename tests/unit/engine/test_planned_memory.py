@@ -14,7 +14,6 @@ from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
-from realhf.engine.build import build_decoder
 from realhf.engine.generate.loop import generate, packed_weights
 from realhf.engine.generate.paged_attention import CppKernels, FlashKernels, TorchKernels, paged_kernel
 from realhf.engine.interface import GenerationRequest
@@ -27,6 +26,7 @@ from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import HOLES, WORKER_BYTES, RankWork
 from realhf.planning.model.sizes import linear_elements
 from realhf.planning.model.workload import Workload
+from tests.unit.engine.decoder_boxes import build_decoder
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 from tests.unit.models import flash
 

@@ -11,10 +11,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from realhf.base.errors import RunError
-from realhf.engine.generate.ring import _Links
+from realhf.engine.generate.ring import BatchMessages
 from realhf.engine.pipeline import Neighbours
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -68,9 +67,10 @@ def pipeline(waits: Waits) -> None:
 
 
 def ring(waits: Waits) -> None:
-    links = _Links(ParallelGroups(LAYOUT, 0, waits=waits), TIMEOUT_S)
-    links.receive(torch.zeros(2), 1, "the tokens of decode step 3").wait()
-    links.send(torch.zeros(2), 1, "the hidden states of decode step 3").wait()
+    messages = BatchMessages(ParallelGroups(LAYOUT, 0, waits=waits), torch.zeros(0, 3), TIMEOUT_S)
+    messages.expect_hidden(step=3, rows=2)
+    messages.send_hidden(torch.zeros(2, 3))
+    messages.receive_tokens(2)
 
 
 def reallocation(waits: Waits) -> None:
@@ -128,12 +128,9 @@ def test_a_stream_in_time_fails_nobody_and_no_tensor_is_held(monkeypatch: pytest
     Backend(monkeypatch)
     stream, failed = Stream(), []
     waits = StreamWaits(failed.append, stream.mark, look_every_s=0.01)
-    links = _Links(ParallelGroups(LAYOUT, 0, waits=waits), TIMEOUT_S)
-
-    def received() -> Tensor:
-        return links.receive(torch.zeros(2), 1, "the tokens").wait()
-
-    held = weakref.ref(received())
+    messages = BatchMessages(ParallelGroups(LAYOUT, 0, waits=waits), torch.zeros(0, 3), TIMEOUT_S)
+    messages.expect_hidden(step=0, rows=2)
+    held = weakref.ref(messages.receive_tokens(2))
     gc.collect()
     assert held() is None, "its memory is to be used again, whatever is still watched"
     assert len(waits._watched) == 1
