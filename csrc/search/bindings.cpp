@@ -227,7 +227,7 @@ py::dict solve_osdp(const std::vector<OsdpOperator>& operators, std::int64_t mem
 PYBIND11_MODULE(_search, module) {
     module.doc() = "Simulator and search over planning problems (csrc/search).";
 
-    py::class_<Progress>(module, "Progress", "What `solve` has found so far, for another thread")
+    py::class_<Progress>(module, "Progress", "The plans that `solve` has found so far, for another thread")
         .def(py::init<>())
         .def_property_readonly("evaluations", [](const Progress& progress) { return progress.evaluations.load(); })
         .def_property_readonly("cost", [](const Progress& progress) { return progress.cost.load(); })

@@ -48,7 +48,7 @@ Bound::Part Bound::part_of(const Segment& segment) const {
     return part;
 }
 
-// What transfers take at least, alone and in sums. A call counts with the transfer that gains most by it.
+// The least times of transfers, alone and in sums. A call counts with the transfer that gains most by it.
 void Bound::count_moves(const std::vector<Outlook>& calls, const std::vector<Move>& moves) {
     std::uint64_t used = 0;
     const auto ends = [&](int i) {

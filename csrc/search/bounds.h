@@ -12,7 +12,7 @@ namespace realhf::search {
 // Prices of memory, in seconds of a step for all memory of a device, as parts of what a step takes.
 constexpr int kPrices = 6;
 
-// What holds for every option that a call may still take.
+// Facts of every option that a call may still take.
 struct Outlook {
     double time;           // at least
     double area;           // time x devices, at least

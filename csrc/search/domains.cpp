@@ -1,4 +1,4 @@
-// What a branch and bound still has to choose from.
+// The choices that a branch and bound has left.
 #include "domains.h"
 
 #include <algorithm>

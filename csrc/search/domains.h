@@ -1,4 +1,4 @@
-// What a branch and bound still has to choose from.
+// The choices that a branch and bound has left.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@ namespace realhf::search {
 // How much of a call is chosen by a choice: the size of its mesh, the mesh, or everything.
 enum class Level { size, mesh, option };
 
-// What a call still has to choose from.
+// The choices that a call has left.
 struct Domain {
     Level level;
     std::vector<int> numbers;  // of sizes or meshes among the call's, or of options

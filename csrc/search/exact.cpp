@@ -47,7 +47,7 @@ std::vector<double> prices_of(const Problem& problem, double step) {
     return prices;
 }
 
-// What the threads of one proof share. Prices, and what is negligible, are relative to `step`: about what a step takes.
+// State that the threads of one proof share. Prices, and what is negligible, are relative to `step`: about what a step takes.
 struct Shared {
     Shared(const Problem& problem, const ExactLimits& limits, Incumbent& incumbent, double step)
         : problem(problem), limits(limits), incumbent(incumbent), prices(prices_of(problem, step)),

@@ -14,7 +14,7 @@ constexpr double infinity = std::numeric_limits<double>::infinity();
 
 struct Choice {
     std::int64_t bytes, gain;
-    int origin;  // what it stands for: an index of whoever made the class
+    int origin;  // its index for the maker of the class
 };
 
 // The choices that no other one of the class dominates, by bytes and gain; `hull`: those on their upper convex hull.

@@ -9,7 +9,7 @@
 
 namespace realhf::search {
 
-// What a move changed, so that it can be taken back.
+// The changes of a move, to take it back.
 struct Change {
     int call[2];
     int before[2];

@@ -107,7 +107,7 @@ class Trace:
         return SymbolicColumns(self, View(tuple(columns.items()), application), origin)
 
     def _argument(self, value: Any) -> Any:
-        """What the workers get for an argument of a tensor function."""
+        """The form in which workers get an argument of a tensor function."""
         match value:
             case SymbolicColumns():
                 return value._view

@@ -21,8 +21,8 @@ from realhf.planning.model.osdp.units import StageUnits
 from realhf.planning.model.sizes import largest_units, largest_weight
 from realhf.planning.model.workload import Workload
 
-# Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB
-# that it shares with the workers of its tensor-parallel group.
+# Memory of a worker on a CPU beside its tensors. Measured: 12 MiB that torch and oneDNN take when they first compute,
+# and 4 MiB that it shares with the workers of its tensor-parallel group.
 WORKER_BYTES = 16 << 20
 # Of what malloc gave: between tensors of different sizes that come and go there are holes, of at most an eighth of them
 # where a hole's size fits again (`csrc/memory`); measured 4 to 9 %.
