@@ -5,14 +5,6 @@
 namespace kernels {
 namespace {
 
-// Calls `step(place, count)` for every LANES numbers of a row, the last time perhaps for fewer.
-template <class Step>
-INLINE void for_lanes(int64_t width, const Step& step) {
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES) step(i, int64_t{LANES});
-    if (i < width) step(i, width - i);
-}
-
 // 1 / sqrt(mean(x^2) + epsilon)
 template <class S>
 INLINE float inverse_rms(const S* from, int64_t width, float epsilon) {

@@ -61,12 +61,12 @@ struct Target {
         S* const to = static_cast<S*>(y.data) + row * y.stride + column;
         Floats lanes;
         if (bias) {
-            load(lanes, bias + column, count);
+            lanes = loaded(bias + column, count);
             total += lanes;
         }
         if (adds) {
             round_to<S>(total);
-            load(lanes, to, count);
+            lanes = loaded(to, count);
             total += lanes;
         }
         store(to, total, count);

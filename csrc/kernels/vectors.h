@@ -107,17 +107,17 @@ INLINE void round_to(Lanes<S>& lanes) {
 
 // Where fewer than LANES numbers are left, `count` are loaded or stored; the other lanes are `rest` after a load.
 template <class S>
-INLINE void load(Lanes<S>& lanes, const S* from, int64_t count, typename Compute<S>::type rest = 0) {
-    if (count >= LANES) return load(lanes, from);
+INLINE Lanes<S> loaded(const S* from, int64_t count, typename Compute<S>::type rest = 0) {
+    if (count >= LANES) {
+        Lanes<S> lanes;  // of its own: indices below would keep it in memory
+        load(lanes, from);
+        return lanes;
+    }
     S all[LANES] = {};
     std::memcpy(all, from, static_cast<size_t>(count) * sizeof(S));
+    Lanes<S> lanes;
     load(lanes, all);
     for (int64_t i = count; i < LANES; ++i) lanes[i] = rest;
-}
-template <class S>
-INLINE Lanes<S> loaded(const S* from, int64_t count, typename Compute<S>::type rest = 0) {
-    Lanes<S> lanes;
-    load(lanes, from, count, rest);
     return lanes;
 }
 template <class S>
@@ -126,6 +126,14 @@ INLINE void store(S* to, const Lanes<S>& lanes, int64_t count) {
     S all[LANES];
     store(all, lanes);
     std::memcpy(to, all, static_cast<size_t>(count) * sizeof(S));
+}
+
+// Calls `step(place, count)` for every LANES numbers of a row, the last time perhaps for fewer.
+template <class Step>
+INLINE void for_lanes(int64_t width, const Step& step) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) step(i, int64_t{LANES});
+    if (i < width) step(i, width - i);
 }
 
 template <class V>

@@ -100,8 +100,9 @@ INLINE void logprob_gradient_of_rows(int64_t rows, int64_t vocab, const void* lo
             if (of_entropy == 0.0f) return -along * p;
             return p == 0.0f ? Floats{} : -p * (along + of_entropy * ((z - of.logsumexp[i]) + entropy));
         };
-        for (int64_t j = 0; j < vocab; j += LANES)
-            store(to + j, gradient(row.lanes(j)) / temperature, vocab - j);
+        for_lanes(vocab, [&](int64_t j, int64_t count) INLINE_CALL {
+            store(to + j, gradient(row.lanes(j)) / temperature, count);
+        });
         const Floats at_token = gradient(Floats{} + row.of(token)) + grad.at_token[i];
         store(to + token, at_token / temperature, 1);
     }
