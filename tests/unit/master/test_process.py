@@ -192,11 +192,11 @@ def test_the_host_is_the_command_line_s_or_the_run_s_or_its_own(
     loaded, logs, carried_out = list[Any](), list[str](), list[Any]()
     monkeypatch.setattr(sys, "argv", ["realhf.master", str(directory.path), *arguments])
     monkeypatch.setattr(process, "start_logging", logs.append)
-    monkeypatch.setattr(process, "load_run", lambda *files: (loaded.append(files), run)[1])
+    monkeypatch.setattr(process, "load_run", lambda one: (loaded.append(one), run)[1])
     monkeypatch.setattr(process, "own_address", lambda interface: f"own address on {interface}")
     monkeypatch.setattr(process, "carry_out", lambda *given: (carried_out.append(given), 7)[1])
     assert process.main() == 7
-    assert loaded == [(directory.experiment, directory.plan)]
+    assert [one.path for one in loaded] == [directory.path]
     assert logs == ["master"]
     ((of, which, host, begun),) = carried_out
     assert (of.path, which, host, begun) == (directory.path, run, expected, process._ends_at_signals)
@@ -255,8 +255,7 @@ def beside(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, carry_out: 
     """The steps of a master on a thread of this process."""
     endless = SimpleNamespace(name="the run without deadlines")
     run = SimpleNamespace(without_deadlines=lambda: endless)
-    files = (directory.experiment, directory.plan)
-    monkeypatch.setattr(process, "load_run", lambda *given: run if given == files else None)
+    monkeypatch.setattr(process, "load_run", lambda given: run if given.path == directory.path else None)
 
     def carried_out(of: RunDirectory, which: Any, host: str, begun: Any) -> int:
         assert (of.path, which, host) == (directory.path, endless, HOST)

@@ -127,8 +127,9 @@ def test_a_pool_whose_functions_cannot_be_loaded_ends(drivers: Drivers) -> None:
 
 
 def test_a_pool_ends_all_its_processes_before_it_waits_for_one(drivers: Drivers) -> None:
-    with pool_of(drivers, ONE, processes=2):
-        drivers.calls.clear()
+    pool = pool_of(drivers, ONE, processes=2)
+    drivers.calls.clear()
+    pool.close()
     names = ["reward process 0", "reward process 1"]
     assert drivers.calls == [(what, name) for what in ("end", "join") for name in names]
 
