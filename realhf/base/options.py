@@ -110,16 +110,15 @@ def flags(of: type) -> dict[str, bool]:
 
 
 def check_options(of: type, values: Mapping[str, Any], where: str | None = None) -> None:
-    """Raises UserError if one of the `values` is out of the range of the option in `of`, or none of its choices; None
-    is always allowed. Errors call it by its name on the command line, or by `where` and the name of its field."""
+    """Raises UserError if one of the `values` is out of the range of the option in `of`, or neither one of its choices
+    nor its default; None is in every range. Errors call it by its name on the command line, or by `where` and the name
+    of its field."""
     for name, one in options_in(of).items():
-        value, shown = values.get(name), one.flag if where is None else f"{where}{name}"
-        if value is None:
-            continue
+        value, shown = values.get(name, one.default), one.flag if where is None else f"{where}{name}"
         low, high = one.option.range
-        if (low, high) != (None, None):
+        if (low, high) != (None, None) and values.get(name) is not None:
             check_range(shown, value, low, high, one.option.unit)
-        if get_origin(one.type) is Literal and value not in get_args(one.type):
+        if get_origin(one.type) is Literal and value not in (*get_args(one.type), one.default):
             raise UserError(f"{shown}={value!r} is not known; choose one of {', '.join(get_args(one.type))}")
 
 

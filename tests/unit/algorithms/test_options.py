@@ -191,8 +191,9 @@ def test_every_number_has_bounds() -> None:
 def test_choices(options: Any, name: str, choices: tuple[str, ...]) -> None:
     for choice in choices:
         assert getattr(options(**{name: choice}), name) == choice
-    with pytest.raises(UserError, match=f"{name}='other' is not known; choose one of {', '.join(choices)}"):
-        options(**{name: "other"})
+    for other in ("other", None):  # None is no choice where it is not the default
+        with pytest.raises(UserError, match=f"{name}={other!r} is not known; choose one of {', '.join(choices)}"):
+            options(**{name: other})
 
 
 @pytest.mark.parametrize("options", [PPOHyperparameters, GRPO, RLOO, ReinforcePlusPlus, ReMax, SafeRLHF])

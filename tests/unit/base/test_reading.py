@@ -168,7 +168,6 @@ def test_yaml_is_decoded_up_to_a_depth_and_a_number_of_values():
 # What these read is no file from outside: Python sources of the user, files of the kernel, of the test of a disk.
 MAY_OPEN = {
     "realhf/base/files.py",
-    "realhf/api/script/functions.py",
     "realhf/cli/doctor.py",
     "realhf/cpu/host_group.py",
     "realhf/dataflow/interface.py",
