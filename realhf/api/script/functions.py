@@ -56,6 +56,14 @@ def check_function(function: Named) -> None:
         raise UserError(f"{function!r}: {spec.origin} has no function {name!r}; correct the name")
 
 
+def check_in_script(function: Named) -> None:
+    """As `check_function`; errors begin with the line of the script, which may lie in another file than the script."""
+    try:
+        check_function(function)
+    except UserError as error:
+        raise script_error(str(error)) from None
+
+
 def describe_function(function: Named) -> str:
     """Its name, for messages."""
     return function.partition(":")[2] if isinstance(function, str) else getattr(function, "__name__", repr(function))

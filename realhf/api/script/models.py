@@ -28,7 +28,7 @@ from realhf.api.script.config import (
     Values,
 )
 from realhf.api.script.data import ScriptData
-from realhf.api.script.functions import BoundLoss, LossFunction, Named, check_function
+from realhf.api.script.functions import BoundLoss, LossFunction, Named, check_in_script
 from realhf.api.script.lines import script_error
 from realhf.api.script.symbols import SymbolicColumns
 from realhf.api.script.trace import Request, ScriptParameter
@@ -172,7 +172,7 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
                 f"{self._name}.update needs a loss, and was given a {type(loss).__name__}; mark one with "
                 "loss_function and call it with its hyperparameters: update(batch, my_loss(hp))"
             )
-        check_function(loss.function)
+        check_in_script(loss.function)
         known = dict(read._view.columns)
         rows: Rows = next((kind for kind in SEQUENCES if all(name in known for name in SEQUENCES[kind])), "rollout")
         needs = {"rollout": ("prompt", "seq"), "examples": ("tokens", "prompt_length"), "pairs": ("prompt",)}[rows]
@@ -312,7 +312,7 @@ class ModelMethod:
         return self if model is None else partial(self._call, model)
 
     def _call(self, model: ScriptModel, /, batch: Data, *arguments: Any, name: str = "", **keywords: Any) -> Columns:
-        check_function(self.function)
+        check_in_script(self.function)
         request = Request(
             model=model._name,
             method=self.method,

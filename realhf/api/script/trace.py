@@ -10,7 +10,7 @@ from typing import Any, Self
 from realhf.api.generation import GenerationOptions
 from realhf.api.script.columns import Symbolic
 from realhf.api.script.config import Measure, Score, ScriptCall
-from realhf.api.script.functions import TensorFunction, check_function, describe_function
+from realhf.api.script.functions import TensorFunction, check_in_script, describe_function
 from realhf.api.script.lines import ScriptError, script_error, script_line
 from realhf.api.script.symbols import Origin, SymbolicColumn, SymbolicColumns
 from realhf.api.script.views import Application, ColumnOf, View
@@ -86,7 +86,7 @@ class Trace:
         self, function: TensorFunction, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> SymbolicColumns:
         """The columns that a tensor function makes of its arguments, with those of the arguments."""
-        check_function(function.function)
+        check_in_script(function.function)
         given = [value for value in (*arguments, *keywords.values()) if isinstance(value, Symbolic)]
         sources = [value._columns if isinstance(value, SymbolicColumn) else value for value in given]
         columns: dict[str, str] = {}

@@ -447,6 +447,31 @@ def test_a_function_that_is_not_there(experiment: Any) -> None:
     assert "no module 'no_such_module'" in text
 
 
+def test_a_function_that_is_not_there_is_reported_where_it_is_used(experiment: Any, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("helpers", tmp_path / "helpers.py")
+    assert spec
+    assert spec.loader
+    (tmp_path / "helpers.py").write_text(
+        "from realhf.api import *\n"
+        "def train(policy, examples):\n"
+        "    policy.update(examples, loss_function('realhf.algorithms.functional:absent'))\n"
+        "def changed(examples):\n"
+        "    return tensor_function('realhf.algorithms.functional:absent')(examples)\n"
+    )
+    helpers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(helpers)
+
+    def script(examples: Examples, policy: Policy) -> None:
+        helpers.train(policy, examples)
+
+    assert wrong(experiment, script).startswith(f"{tmp_path}/helpers.py:3: 'realhf.algorithms.functional:absent': ")
+
+    def other(examples: Examples, policy: Policy) -> None:
+        policy.update(helpers.changed(examples), some_loss)
+
+    assert wrong(experiment, other).startswith(f"{tmp_path}/helpers.py:5: 'realhf.algorithms.functional:absent': ")
+
+
 @pytest.mark.parametrize(
     ("annotation", "message"),
     [("", "has no annotation"), (": int", "has the annotation <class 'int'>"), (": Nothing", "cannot be read")],
