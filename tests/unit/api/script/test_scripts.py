@@ -19,6 +19,7 @@ from realhf.api import (
     Pairs,
     Policy,
     Prompts,
+    Reward,
     RewardModel,
     UserError,
     ValueModel,
@@ -121,6 +122,19 @@ def test_the_end_token_is_the_tokenizers(experiment: Any) -> None:
     assert generate.eos_token == sort_task.EOS_TOKEN
     generate, _ = (call.interface_impl for call in experiment(script, hp=Hyperparameters(eos_token=-1)).rpcs)
     assert generate.eos_token == -1
+
+
+def test_what_reads_a_rollout_is_told_how_it_was_drawn(experiment: Any, data: Path) -> None:
+    def script(prompts: Prompts, actor: Policy, reward: Reward, hp: Hyperparameters) -> None:
+        rollout = actor.generate(prompts, hp)
+        actor.update(joined(reward.score(rollout), rollout), some_loss())
+
+    hp = Hyperparameters(temperature=0.7, stop_strings=("#",), tokenizer=str(data / "tokenizer.json"))
+    made = experiment(script, hp=hp, reward=Reward(functions=("r.py:f",), timeout_s=3.0, on_error="drop"))
+    _, score, update = (call.interface_impl for call in made.rpcs)
+    assert (score.eos_token, score.stop_strings) == (sort_task.EOS_TOKEN, ("#",))
+    assert (score.timeout_s, score.on_error, score.tokenizer) == (3.0, "drop", made.tokenizer)
+    assert update.terms[0].temperature == 0.7
 
 
 def test_a_tensor_function_reports_its_statistics_once(experiment: Any) -> None:
