@@ -13,6 +13,7 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
 from realhf.dataflow.graph import DataflowGraph
+from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
 from realhf.planning.certificate import Certificate
@@ -86,10 +87,12 @@ def search_plan(task: PlanningTask, budget: SearchBudget, watch: Watch = unwatch
     copies of the plan's parameters come from where they already are (`realhf.planning.copies`).
 
     Raises:
-        UserError: a call has no legal option, a number is out of its range, or no plan fits into memory.
+        UserError: `offload` names a model that only staler rollouts have, a call has no legal option, a number is out
+            of its range, or no plan fits into memory.
     """
     check_range("seed", task.seed, *SEEDS)
     check_range("max_steps_in_flight", task.max_steps_in_flight, *STEPS_IN_FLIGHT)
+    check_offload(task.offload, task.graph)
     clock, is_narrow = _Clock(budget), task.breadth is None and task.searched != BREADTHS[0]
     sets = _search_sets(task, clock, watch, part=1 - WIDER_SHARE if is_narrow else 1.0)
     best = _best_of(task, sets) if sets.results else None

@@ -132,6 +132,13 @@ def test_rollouts_stay_fresh_where_memory_has_no_room_for_a_copy() -> None:
         search_for(open_task(SLOW_DECODING, cluster, staleness=1), BUDGET)
 
 
+def test_a_model_that_only_stale_rollouts_have_waits_in_host_memory() -> None:
+    request = PlanRequest(offload=("actor_rollout",), measured=UNMEASURED, staleness_up_to=1)
+    found = search_for(task_of(ResolvedExperiment(SHORT), cpu_cluster(2), request), SearchBudget(evaluations=200))
+    assert (found.plan.staleness, found.plan.offload) == (1, ("actor_rollout",))
+    assert found.fresher == {0: None}
+
+
 def test_requests() -> None:
     request = request_of("experiments/ppo.py", "--staleness-up-to", "2", "--staleness", "1")
     assert request.plan.stalenesses == (0, 1, 2)
