@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
+_NONE_YET: Any = object()
 
 
 def kept(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -16,11 +17,13 @@ def kept(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], 
 
     @functools.wraps(method)
     def result(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        results: dict[Hashable, Any] = self.__dict__.setdefault(place, {})
-        key = (args, *kwargs.items())
-        if key not in results:
-            results[key] = method(self, *args, **kwargs)
-        found: R = results[key]
+        results: dict[Hashable, Any] | None = self.__dict__.get(place)
+        if results is None:
+            results = self.__dict__[place] = {}
+        key = (args, *kwargs.items()) if kwargs else args
+        found: R = results.get(key, _NONE_YET)
+        if found is _NONE_YET:
+            found = results[key] = method(self, *args, **kwargs)
         return found
 
     return result
