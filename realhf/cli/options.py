@@ -21,12 +21,12 @@ METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 
 def add_options(command: Command, of: type, *, group: str = "", shows_all: bool = False, **defaults: str) -> None:
     """Adds the options of a dataclass or Struct, under the heading `group` where one is given. `shows_all`: all of them
-    are common. `defaults`: what the command does without a field's option, for its help. Options that are not given
-    leave nothing among the parsed arguments."""
+    are common. `defaults`: what the help says the command does without a field's option. Options that are not
+    given leave nothing among the parsed arguments."""
     for name, one in options_in(of).items():
         kind = Common if shows_all else type(one.option)
         option = kind(one.option.documentation, group=group or one.option.group)
-        said = f"default {defaults[name]}" if name in defaults else default_text(one)
+        said = defaults.get(name, default_text(one))
         command.add(one.flag, option, said, default=argparse.SUPPRESS, **_settings(one))
 
 
@@ -70,7 +70,7 @@ def add_experiment_arguments(command: Command) -> None:
     add_experiment(command)
     add_options(command, DevicesRequest)
     add_options(command, PlanRequest)
-    add_options(command, SearchBudget, seconds="as long as the problem needs")
+    add_options(command, SearchBudget, seconds="default: as long as the problem needs")
     rule = Option("take the plan of this rule instead of searching for one", group="plan")
     command.add("--rule", rule, choices=tuple(PRESETS))
     offload = "models that wait in host memory while nothing needs them: NAME,NAME, or none (default: as is searched)"

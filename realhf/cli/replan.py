@@ -25,7 +25,7 @@ def add_arguments(command: Command) -> None:
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of a run, whatever its state")
     command.add_argument("--output", type=Path, help="write the plan there")
     command.add_argument("--json", type=Path, help="write the plan there with the factors and predictions")
-    add_options(command, SearchBudget, group="options", shows_all=True, evaluations=f"{EVALUATIONS:,}")
+    add_options(command, SearchBudget, group="options", shows_all=True, evaluations=f"default {EVALUATIONS:,}")
 
 
 def execute(arguments: argparse.Namespace) -> int:

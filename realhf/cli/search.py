@@ -28,7 +28,7 @@ DEFAULT_SECONDS = 10.0
 
 def add_arguments(command: Command) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="the problem: a planning-problem/1 or /2 JSON file")
-    add_options(command, SearchBudget, group="options", shows_all=True, seconds=f"{DEFAULT_SECONDS:g}")
+    add_options(command, SearchBudget, group="options", shows_all=True, seconds=f"default {DEFAULT_SECONDS:g}")
     add_options(command, SearchRequest, shows_all=True)
     command.add_argument(
         "--moves",

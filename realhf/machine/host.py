@@ -67,7 +67,8 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             continue
         for mount in mounts:
             kind, _, options = mount[mount.index("-") + 1 :][:3]  # proc(5)
-            if kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options.split(","):
+            of_version = "cgroup2" if version == 2 else "cgroup"
+            if kind == of_version and (version == 2 or controller in options.split(",")):
                 yield from ((folder, version) for folder in _upwards(root, mount[3], mount[4], path))
 
 

@@ -209,7 +209,7 @@ def _on_poll(
         if time.monotonic() > deadline:
             raise RunError(
                 f"measuring took longer than --timeout-s {job.timeout_s:g}, the last of it {now}; "
-                f"raise it or lower --max-tokens; logs in {directory.logs}"
+                "raise it or lower --max-tokens"
             )
 
     return update

@@ -229,7 +229,9 @@ def test_the_spread_of_readings_by_hand():
 def test_a_deadline_ends_the_workers_and_writes_nothing(experiment, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(words(experiment, tmp_path / "profiles", "--timeout-s", "0.5")) == 1
-    assert "measuring took longer than --timeout-s 0.5" in capsys.readouterr().err
+    error = capsys.readouterr().err.partition("error: ")[2]
+    assert error.startswith("measuring took longer than --timeout-s 0.5")
+    assert error.count(str(tmp_path)) == 1, "where the logs are is said once"
     assert not (tmp_path / "profiles").exists()
 
 

@@ -89,6 +89,18 @@ def test_the_names_of_fields_are_those_that_are_read(path: str, capsys: pytest.C
     assert {name.rpartition(".")[2] for name in read - found} <= of_optimizer
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("run", "default: as long as the problem needs"),
+        ("search", "default 10"),
+        ("replan", "default 20,000"),
+    ],
+)
+def test_a_default_is_a_value_or_words_behind_a_colon(command: str, default: str) -> None:
+    assert f"({default})" in " ".join(shown(command, "--help").split())
+
+
 def test_a_model_that_never_trains_has_no_optimizer() -> None:
     text = shown("run", "grpo", "--help-all")
     assert "--actor.lr" in text
