@@ -7,7 +7,6 @@ costs. The baseline of the speed is ReaL's figure, hundreds of microseconds for 
 """
 
 import time
-from pathlib import Path
 
 from lib.common import case, finish, parse_arguments
 from lib.fit import (
@@ -32,7 +31,6 @@ MEASURES = (
     "benchmarks/lib/fit.py",
     "scripts/calibrate_cost_model.py",
 )
-ROOT = Path(__file__).resolve().parent.parent
 MEAN_TARGET, WORST_TARGET = 0.15, 0.30
 REAL_COST_US = 200.0
 

@@ -60,6 +60,7 @@ MEASURES = (
     "benchmarks/lib/osdp_ranks.py",
     "benchmarks/lib/osdp_runs.py",
     "benchmarks/lib/osdp_shapes.py",
+    "benchmarks/lib/osdp_traffic.py",
     "benchmarks/lib/osdp_ways.py",
     "benchmarks/lib/paired.py",
     "benchmarks/jobs/features_job.py",

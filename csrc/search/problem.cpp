@@ -2,7 +2,6 @@
 #include "problem.h"
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <stdexcept>
 

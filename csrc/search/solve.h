@@ -1,7 +1,6 @@
 // Search and proof together, on several threads.
 #pragma once
 
-#include <cstdint>
 #include <utility>
 #include <vector>
 

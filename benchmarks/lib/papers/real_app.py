@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cost_model import calibration_script
-from lib.fit import Residual, load_tables
+from lib.fit import Residual, calibration_script, load_tables
 from lib.papers.cells import REAL_ENGINE, Cell
 from lib.papers.rows import Row, side_by_side
 from lib.papers.simulated import SEARCHED, Done
