@@ -4,6 +4,8 @@ Rows of Arrow files are read where they lie, in the mapped file. Parquet is comp
 small file is held in memory; a large one is written once as an Arrow file, under the digest of its content.
 """
 
+import os
+import tempfile
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -14,7 +16,6 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from realhf.base.errors import UserError
-from realhf.base.files import replacing
 from realhf.data.files.digest import content_digest
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
@@ -107,11 +108,18 @@ def open_parquet(path: Path) -> ArrowFile:
 
 
 def _write_arrow(pyarrow: ModuleType, file: Any, target: Path) -> None:
-    """Appears complete or not at all, also where several processes write it at once."""
+    """Appears complete or not at all, also where processes of several hosts write it at once. Only this user may read
+    it: the data may be private."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as sink, pyarrow.ipc.new_file(sink, file.schema_arrow) as writer:
-        for batch in file.iter_batches(BATCH_ROWS):
-            writer.write_batch(batch)
+    handle, part = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+    os.close(handle)
+    try:
+        with pyarrow.OSFile(part, "wb") as sink, pyarrow.ipc.new_file(sink, file.schema_arrow) as writer:
+            for batch in file.iter_batches(BATCH_ROWS):
+                writer.write_batch(batch)
+        os.replace(part, target)
+    finally:
+        Path(part).unlink(missing_ok=True)
 
 
 def _pyarrow(path: Path) -> ModuleType:

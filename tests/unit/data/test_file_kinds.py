@@ -1,12 +1,13 @@
 """How data files are found, and how each kind gives its rows, by hand."""
 
-import errno
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -342,19 +343,47 @@ def test_an_arrow_form_that_cannot_be_written_leaves_nothing(tmp_path: Path, mon
     handles = len(os.listdir("/proc/self/fd"))
     seen: list[Path] = []
 
-    def fail(part: Path, target: Path) -> None:
-        seen.append(part)
-        raise OSError(errno.ENOSPC, "disk full")
+    def fail(part: str, target: Path) -> None:
+        seen.append(Path(part))
+        raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", fail)
+        patch.setattr(arrow.os, "replace", fail)
         with pytest.raises(OSError, match="disk full"):
             arrow._write_arrow(pa, parquet.ParquetFile(path), target)
-    assert (seen[0].parent, seen[0].name[:9]) == (target.parent, ".a.arrow.")
+    assert (seen[0].parent, seen[0].name[:9]) == (target.parent, ".a.arrow-")
     assert list(target.parent.iterdir()) == []
     arrow._write_arrow(pa, parquet.ParquetFile(path), target)
     assert [row["i"] for _, rows in arrow.open_arrow(target).batches() for row in rows] == list(range(10))
     assert len(os.listdir("/proc/self/fd")) == handles
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600, "a copy of data that others may not read"
+
+
+def test_an_arrow_form_that_others_write_too_appears_complete(tmp_path: Path) -> None:
+    """Processes of two hosts that share the folder may have one process number."""
+    path, target = tmp_path / "a.parquet", tmp_path / "cache" / "a.arrow"
+    parquet.write_table(pa.table({"i": list(range(10))}), path)
+    file = parquet.ParquetFile(path)
+
+    def batches(rows: int) -> Iterator[Any]:
+        arrow._write_arrow(pa, file, target)  # the other writes all of it while this one begins
+        assert [row["i"] for _, found in arrow.open_arrow(target).batches() for row in found] == list(range(10))
+        yield from file.iter_batches(rows)
+
+    arrow._write_arrow(pa, SimpleNamespace(schema_arrow=file.schema_arrow, iter_batches=batches), target)
+    assert [row["i"] for _, found in arrow.open_arrow(target).batches() for row in found] == list(range(10))
+
+
+def test_a_damaged_large_parquet_file_names_the_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"i": list(range(999))}), path, use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[4:24] = b"\xff" * 20
+    path.write_bytes(content)
+    monkeypatch.setattr(arrow, "_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(arrow, "user_cache_path", lambda name: tmp_path / "cache")
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read as parquet \(Couldn't deserialize thrift"):
+        open_rows(str(path))
 
 
 # --- Several files as one.
