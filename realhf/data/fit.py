@@ -1,7 +1,7 @@
 """Checks before a run that every model can read the tokens and the lengths that will reach it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from realhf.api.experiment import DatasetExtent
@@ -88,13 +88,16 @@ def _check_ids(call: ModelFunctionCallDef, extent: DatasetExtent) -> None:
 
 
 def _check_options(call: ModelFunctionCallDef) -> None:
-    if not isinstance(options := call.interface_impl, GenerationOptions):
-        return
-    _check_id(call, max(options.end_token, 0), f"eos_token={options.end_token}", "give the model's, or -1 for none")
-    for stop in options.stop_sequences:
-        for token in stop:
-            what = f"stop_sequences has the token id {token} in {stop}"
-            _check_id(call, token, what, "give sequences of the model's tokens")
+    """Those that the configuration of an interface derives from, and those that a user's own has in fields."""
+    config = call.interface_impl
+    for options in (config, *(getattr(config, field.name) for field in fields(config))):
+        if not isinstance(options, GenerationOptions):
+            continue
+        _check_id(call, max(options.end_token, 0), f"eos_token={options.end_token}", "give the model's, or -1 for none")
+        for stop in options.stop_sequences:
+            for token in stop:
+                what = f"stop_sequences has the token id {token} in {stop}"
+                _check_id(call, token, what, "give sequences of the model's tokens")
 
 
 def _check_id(call: ModelFunctionCallDef, token: int, what: str, remedy: str) -> None:

@@ -3,15 +3,16 @@
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from realhf.algorithms.sft.config import sft_loss
-from realhf.api import Generate, Score, Update
+from realhf.api import Generate, GenerationOptions, InterfaceConfig, Score, Update
 from realhf.api.experiment import DatasetExtent, KeyExtent
 from realhf.architecture.hugging_face import decoder_of, write_config
 from realhf.architecture.model import DecoderConfig, RopeScaling
@@ -26,6 +27,15 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 # <bos> is 1, <eos> 2, ">" 3, "a" 4, "z" 29; " " is 31, the largest.
 MODEL = DecoderConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, vocab_size=32)
 LINES = ['{"prompt": "a>", "answer": "a"}', '{"prompt": "za>", "answer": "az"}', '{"prompt": "b>", "answer": "b"}']
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler(InterfaceConfig):
+    """GENERATE: a user's own, which does not derive from the options."""
+
+    implementation: ClassVar[str] = "mine:Sampler"
+
+    drawing: GenerationOptions
 
 
 def data_set(folder: Path, kind: type[TextDataset]) -> TextDataset:
@@ -111,7 +121,11 @@ def test_a_tokenizer_larger_than_the_vocabulary_of_any_model_that_reads_its_toke
     ],
 )
 def test_tokens_that_cannot_end_a_response(tmp_path: Path, options: dict[str, object], says: str) -> None:
-    assert says in refusal(rollout_graph(MODEL, **options), extent_of(tmp_path, PromptDataset))
+    graph, extent = rollout_graph(MODEL, **options), extent_of(tmp_path, PromptDataset)
+    assert says in refusal(graph, extent)
+    derived = graph.calls["actor_generate"]
+    in_a_field = replace(derived, interface_impl=Sampler(drawing=derived.interface_impl))
+    assert says in refusal(DataflowGraph([in_a_field], ("prompt",)), extent)
 
 
 @pytest.mark.parametrize(
