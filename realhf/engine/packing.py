@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from realhf.models.prefixed_attention import PrefixedAttention, Suffix
 # a layer, for each new sum of lengths. So numbers of rows are rounded up to multiples, up to these limits.
 _EXACT_ROWS = 64
 _FINE_ROWS, _FINE_MULTIPLE, _COARSE_MULTIPLE = 512, 32, 64
+
+_Range = tuple[int, int]  # the first number, and how many there are
 
 
 @dataclass(frozen=True)
@@ -63,27 +66,33 @@ def pack_micro_batch(
     starts = torch.tensor([padding, *lengths, *lengths_behind]).cumsum(0).tolist()
     rows_behind = {i: (starts[len(pieces) + k], length) for k, (_, length, i) in enumerate(behind)}
 
-    def rows(i: int) -> list[Tensor]:
+    def rows(i: int) -> list[_Range]:
         """The rows of the tokens of sequence `i`."""
         if i in alone:
-            return [torch.arange(starts[alone[i]], starts[alone[i] + 1])]
-        at, (start, length) = starts[owners[shared[i].members[0]]], rows_behind[i]
-        return [torch.arange(at, at + shared[i].length), torch.arange(start, start + length)]
+            return [(starts[alone[i]], lengths[alone[i]])]
+        return [(starts[owners[shared[i].members[0]]], shared[i].length), rows_behind[i]]
 
     restore = None
     if padding or prefixes or list(alone) != sorted(alone):
-        restore = torch.cat([row for i in range(len(sequences)) for row in rows(i)]).to(device)
-    positions = [torch.arange(length) for length in lengths]
-    positions += [torch.arange(before, before + length) for before, length, _ in behind]
+        restore = _joined([row for i in range(len(sequences)) for row in rows(i)]).to(device)
+    positions = [(0, 1)] * padding + [(0, length) for length in lengths]
+    positions += [(before, length) for before, length, _ in behind]
     tokens = [sequences[i][:length] for length, _, i in pieces] + [sequences[i][before:] for before, _, i in behind]
     suffixes = [Suffix(padding + owners[shared[i].members[0]], length) for _, length, i in behind]
     whole = [1] * padding + lengths
     return PackedMicroBatch(
         torch.cat([tokens[0].new_zeros(padding), *tokens]).to(device),
-        torch.cat([torch.zeros(padding, dtype=torch.int64), *positions]).to(device),
+        _joined(positions).to(device),
         restore,
         PrefixedAttention(whole, suffixes) if prefixes else PackedAttention(whole),
     )
+
+
+def _joined(ranges: Sequence[_Range]) -> Tensor:
+    """The numbers of several ranges, one behind the other; not made one by one, as a batch may have a thousand."""
+    first, lengths = np.array(ranges).T
+    ends = lengths.cumsum()
+    return torch.from_numpy(np.arange(ends[-1]) + (first - ends + lengths).repeat(lengths))
 
 
 def _padding(tokens: int) -> int:
