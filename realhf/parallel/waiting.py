@@ -25,7 +25,7 @@ What = Callable[[], str]  # describes the wait, for the text of an error
 
 
 class Waits:
-    """How this process waits: here the thread waits itself, and the error is raised in it."""
+    """How this process waits: here the thread waits itself, the error is raised in it, and nothing is left to watch."""
 
     def order(self, work: dist.Work, timeout_s: float) -> None:
         """Makes the thread's next work, on the host or on the current stream, come after `work`.

@@ -164,7 +164,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """The system kills this process when its parent ends; at once if it has."""
+    """The system kills this process when the thread that started it ends, as with its parent; at once if that has."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
