@@ -52,6 +52,7 @@ class Reward(FunctionOptions, ScriptParameter):
     compute: ComputeConfig = field(default_factory=ComputeConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.functions and self.model:
             raise UserError(
                 f"the reward has functions ({', '.join(self.functions)}) and the model {self.model}; give one kind"
