@@ -72,6 +72,7 @@ def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.devic
     timeout_s = run.spec.setup_timeout_s
     if device.type == "cuda":  # stages send through this group while they compute, and NCCL ends who waits longer
         timeout_s = max(timeout_s, 2 * run.deadlines.longest_s)
+    store.set_timeout(timedelta(seconds=timeout_s))  # NCCL's groups meet here at their first use, some ranks much later
     make_world(store, rank, run.spec.num_workers, device, timeout_s)
     # NCCL wants a collective of all ranks before the first message between two of them.
     dist.all_reduce(torch.zeros(1, device=device))

@@ -140,6 +140,18 @@ def test_what_the_plan_does_not_have_is_refused(
     assert refusal(request_, run, Path("checkpoints")) is not None
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [CALL, COPY, PREPARE, Transfer(batch=TRAIN), LoadModel(request_id=1, batch=TRAIN, model="reward", states=True),
+     FreeBatch(batch=TRAIN)],
+)  # fmt: skip
+def test_a_run_without_evaluation_refuses_all_that_is_of_one(request_: Any, run: Run, tmp_path: Path) -> None:
+    run.experiment.source.evaluation = None
+    assert refusal(request_, run, tmp_path) is None
+    of_evaluation = change(request_, batch=BatchKey("evaluation", 0))
+    assert refusal(of_evaluation, run, tmp_path) == "a request of evaluation batch 1, which the run does not have"
+
+
 def test_a_move_for_a_call_that_takes_over_a_copy_is_refused(run: Run, tmp_path: Path) -> None:
     """It would write into a copy that others compute with."""
     calls = {**run.plan.calls, "actor_generate": change(ELSEWHERE, copy_from="earlier"), "earlier": ELSEWHERE}
