@@ -1,6 +1,7 @@
 """The section of a report with completions: prompts, responses and rewards of the step that the reader chooses."""
 
 from collections.abc import Sequence
+from html import escape
 
 from markupsafe import Markup
 
@@ -44,7 +45,8 @@ def _is_too_long(steps: Sequence[StepSamples], limit: int) -> bool:
 
 
 def _section(steps: Sequence[StepSamples], limit: int, left_out: int = 0) -> Markup:
-    def shown(text: str) -> str:
-        return with_ends(shortened(text, limit))
+    def shown(text: str) -> Markup:
+        """The text of a `<pre>`, where quotes mean nothing: escaped they would take five times the room."""
+        return Markup(escape(with_ends(shortened(text, limit)), quote=False))
 
     return part("samples.html", steps=steps, shown=shown, title_of=title_of, heading=heading, left_out=left_out)

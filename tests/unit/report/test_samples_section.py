@@ -83,6 +83,10 @@ def test_the_section_stays_small_whatever_a_model_writes(count: int) -> None:
     assert "step 99" in html
 
 
+def test_a_quote_takes_no_more_room_than_another_character() -> None:
+    assert samples_section([step_of(step, '"' * 5000) for step in range(8)]).count('"' * 5000) == 16
+
+
 def test_the_newest_step_is_shown_first_and_the_others_are_hidden(tmp_path: Path) -> None:
     page = write_report(RunDirectory(good_run(tmp_path / "run"))).read_text()
     assert "<option>step 4</option><option>step 3</option>" in page
