@@ -61,12 +61,12 @@ struct Target {
         S* const to = static_cast<S*>(y.data) + row * y.stride + column;
         Floats lanes;
         if (bias) {
-            lanes = loaded(bias + column, count);
+            load(lanes, bias + column, count);
             total += lanes;
         }
         if (adds) {
             round_to<S>(total);
-            lanes = loaded(to, count);
+            load(lanes, to, count);
             total += lanes;
         }
         store(to, total, count);

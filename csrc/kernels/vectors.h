@@ -107,17 +107,20 @@ INLINE void round_to(Lanes<S>& lanes) {
 
 // Where fewer than LANES numbers are left, `count` are loaded or stored; the other lanes are `rest` after a load.
 template <class S>
-INLINE Lanes<S> loaded(const S* from, int64_t count, typename Compute<S>::type rest = 0) {
-    if (count >= LANES) {
-        Lanes<S> lanes;  // of its own: indices below would keep it in memory
-        load(lanes, from);
-        return lanes;
-    }
+INLINE void load(Lanes<S>& lanes, const S* from, int64_t count, typename Compute<S>::type rest = 0) {
+    if (count >= LANES) return load(lanes, from);
     S all[LANES] = {};
     std::memcpy(all, from, static_cast<size_t>(count) * sizeof(S));
+    Lanes<S> last;  // of its own: indices into `lanes` would keep them in memory
+    load(last, all);
+    for (int64_t i = count; i < LANES; ++i) last[i] = rest;
+    lanes = last;
+}
+// Not for a function with a target of its own: clang refuses there what returns lanes.
+template <class S>
+INLINE Lanes<S> loaded(const S* from, int64_t count, typename Compute<S>::type rest = 0) {
     Lanes<S> lanes;
-    load(lanes, all);
-    for (int64_t i = count; i < LANES; ++i) lanes[i] = rest;
+    load(lanes, from, count, rest);
     return lanes;
 }
 template <class S>

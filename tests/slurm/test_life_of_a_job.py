@@ -223,10 +223,11 @@ def test_who_requeues_the_job_disturbs_nothing(held: Callable[..., HeldRun], ref
     """There is no notice: it goes on from the last checkpoint that was written."""
     one = held(*UNTIL_DONE)
     one.cluster.run("scontrol", "requeue", one.job)
-    one.go_on()
     one.start_again()
+    again = "SLURM has started the job once more\nthe run goes on after step 2"
+    wait_until(lambda: again in one.run.text, lambda: one.run.text)
+    one.go_on()
     assert one.run.process.wait(PATIENCE_S) == 0, one.run.text
-    assert "SLURM has started the job once more\nthe run goes on after step 2" in one.run.text
     assert one.events() == ["started", "requeued", "ended"]
     one.check_end(reference)
 
