@@ -1,6 +1,10 @@
 """A run that goes on with fewer devices, or under a better plan, computes what it would have computed."""
 
+import contextlib
 import json
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +64,28 @@ def check_close(run: FinishedRun, whole: FinishedRun) -> None:
         assert torch.linalg.vector_norm(difference) < 1e-9, model
 
 
+@contextlib.contextmanager
+def hurried_search(run_dir: Path) -> Iterator[None]:
+    """The search for another plan gets its share of a busy machine, where it would wait until nothing else computes."""
+    ended = threading.Event()
+
+    def hurry() -> None:
+        while not ended.wait(0.2):
+            for command in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):  # it has ended, or a user may not hurry it
+                    if {b"replan", bytes(run_dir)} <= set(command.read_bytes().split(b"\0")):
+                        for thread in (command.parent / "task").iterdir():
+                            os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
+
+    watch = threading.Thread(target=hurry)
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watch.join()
+
+
 def test_a_run_changes_to_a_better_plan(whole: FinishedRun, tmp_path: Path) -> None:
     """Actor and critic are trained on one device, one after the other, and take thousands of times what falsified
     predictions say: a plan that trains them side by side is far better. The fifteenth step waits for the search, so
@@ -71,7 +97,8 @@ def test_a_run_changes_to_a_better_plan(whole: FinishedRun, tmp_path: Path) -> N
     falsified = {name: replace(plan.calls[name], predicted_s=1e-5) for name in TRAININGS}
     save_plan(replace(plan, calls=plan.calls | falsified), run_dir / "plan.json")
 
-    run = finished(run_dir, JOB, "--resume", "--replan", "switch", "--switch-cost-s", "0")
+    with hurried_search(run_dir):
+        run = finished(run_dir, JOB, "--resume", "--replan", "switch", "--switch-cost-s", "0")
     found = events(run)
     assert {event["event"] for event in found} >= {"drift", "proposal", "replanned"}
     assert "restarted" not in {event["event"] for event in found}
