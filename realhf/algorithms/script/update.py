@@ -82,7 +82,7 @@ class UpdateInterface:
         if not weights[0]:
             return {"skipped_mini_batches": (1.0, 1.0)}
         return model.train_step(
-            batch,
+            _computed(batch, context.micro_batches),
             "seq",
             lambda head, part: self._loss(head, part, weights, with_kl=with_kl),
             lambda part: self._weights(part)[0],
@@ -295,6 +295,16 @@ def _with_term(batch: Batch, number: int) -> Batch:
         counts = (of_responses("valid", batch.data["valid"], batch.ids) > 0).tolist()
     terms = [torch.tensor([number if is_counted else _LEFT_OUT]) for is_counted in counts]
     return batch.with_data(**{_TERM: terms})
+
+
+def _computed(batch: Batch, micro_batches: int) -> Batch:
+    """The rows that are in a loss. Of those that are left out it has only as many as give every micro-batch a row, since
+    each rank has as many micro-batches as the others."""
+    runs = [range(first, first + batch.together) for first in range(0, len(batch), batch.together)]
+    terms = _terms_of(batch)
+    left_out = [run for run in runs if all(terms[row] == _LEFT_OUT for row in run)]
+    spared = set(left_out[max(0, micro_batches - (len(runs) - len(left_out))) :])
+    return replace(batch.select([row for run in runs if run not in spared for row in run]), together=batch.together)
 
 
 def _terms_of(batch: Batch) -> list[int]:

@@ -146,6 +146,21 @@ def test_a_micro_batch_without_a_valid_sample(language_model: Any, context: Any)
     assert torch.allclose(gradient(models[0]), gradient(models[1]), atol=1e-12)
 
 
+def test_what_is_left_out_is_not_computed(language_model: Any, context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But each micro-batch needs a sample, since other ranks have as many; and samples that go together stay so."""
+    view, model, computed = View((*ROLLOUT.columns, ("valid", "valid"))), language_model(), []
+    monkeypatch.setattr(model, "train_step", lambda batch, *_: computed.append((batch.ids, batch.together)) or {})
+    valid = [torch.tensor([v]) for v in (1.0, 0.0, 0.0, 0.0)]
+    for parts in (1, 2, 4):
+        update(model, lambda parts=parts: context(micro_batches=parts), rollouts(valid=valid), term(batch=view))
+    assert computed == [((4,), 1), ((4, 5), 1), ((4, 5, 6, 7), 1)]
+    computed.clear()
+    two, view = pairs()
+    two = two.with_data(valid=[torch.zeros(1), torch.ones(1)])
+    update(model, context, two, term(batch=View((*view.columns, ("valid", "valid"))), rows="pairs"))
+    assert computed == [((18, 19), 2)]
+
+
 def test_epochs_and_the_end_by_divergence(language_model: Any, context: Any) -> None:
     old = [x.detach() for x in logprobs_of(language_model(), rollouts().data["seq"], rollouts().data["prompt"])]
     batch, view = rollouts(logprob=old), View((*ROLLOUT.columns, ("logprob", "logprob")))
