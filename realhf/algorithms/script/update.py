@@ -298,8 +298,8 @@ def _with_term(batch: Batch, number: int) -> Batch:
 
 
 def _computed(batch: Batch, micro_batches: int) -> Batch:
-    """The rows that are in a loss. Of those that are left out it has only as many as give every micro-batch a row, since
-    each rank has as many micro-batches as the others."""
+    """The rows that are in a loss, and as many others as give every micro-batch a row: all ranks have equally many
+    micro-batches."""
     runs = [range(first, first + batch.together) for first in range(0, len(batch), batch.together)]
     terms = _terms_of(batch)
     left_out = [run for run in runs if all(terms[row] == _LEFT_OUT for row in run)]
