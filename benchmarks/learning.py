@@ -41,6 +41,7 @@ REVERSAL = (
 )
 REVERSAL_GRPO = "--actor.lr 2e-4 --actor.beta2 0.99 --batch-size 1024 --grpo.beta 0.001 --steps 80"
 WORKERS = ("--num-workers", "2")
+SAMPLED = ("--eval-temperature", "1", "--eval-batch-size", "256")
 Evaluation = dict[str, Any]
 Rows = Iterator[dict[str, Any]]
 
@@ -62,7 +63,7 @@ class Task:
 
     def greedy(self, run: str, name: str, *words: str | Path) -> tuple[float, float]:
         """How many of a model's answers are right, sampled and by its most likely tokens."""
-        more = ("--batch-size", "16", "--steps", "1", "--eval-batch-size", "256")
+        more = ("--batch-size", "16", "--steps", "1", *SAMPLED)
         before, _ = self.run(run, "remax", "--model", self.folder / name, *words, *more)
         return before["reward_total"], before["greedy_reward_total"]
 
@@ -95,7 +96,7 @@ class Sorting(Task):
 
     def rl(self, run: str, name: str, options: str, *words: str | Path) -> tuple[Evaluation, Evaluation]:
         """60 steps; `options` is the name of the experiment's hyperparameters."""
-        more = ("--steps", "60", "--actor.lr", "1e-4", "--eval-batch-size", "256")
+        more = ("--steps", "60", "--actor.lr", "1e-4", *SAMPLED)
         most = (f"--{options}.max-new-tokens", str(sort_task.MAX_NEW_TOKENS))
         return self.of_tuned(run, name, *self.prompts, *more, *most, *words)
 
@@ -166,7 +167,7 @@ def reversal(task: Sorting) -> Rows:
     task.run("reversal-sft", "sft", "--data", data / "sft.jsonl", *tokenizer, *REVERSAL.split())
     files = ("--data", data / "train.jsonl", "--eval-data", data / "evaluation.jsonl", *tokenizer)
     words = (*files, "--reward", f"{data / 'rewards.py'}:exact")
-    most = ("--eval-batch-size", "256", "--grpo.max-new-tokens", "12", *REVERSAL_GRPO.split())
+    most = (*SAMPLED, "--grpo.max-new-tokens", "12", *REVERSAL_GRPO.split())
     task.run("reversal-grpo", "grpo", "--model", task.folder / "reversal-sft", *words, *most)
     before, after = (
         task.greedy(f"{run}-measured", run, *words, "--remax.max-new-tokens", "12")

@@ -25,7 +25,7 @@ class DatasetRows:
     Args:
         seed: determines the order of the rows, which differs in every epoch; None takes the rows in the order of the
             file, once (evaluation).
-        batch_size: samples a step, over all workers.
+        batch_size: samples a step, over all workers; in the order of the file, the most.
         samples_per_prompt: samples that share a row: those of a step are numbered so that neighbours do. A step takes
             batch_size / samples_per_prompt rows.
 
@@ -53,6 +53,21 @@ class DatasetRows:
     def num_rows(self) -> int:
         return len(self._opened.file) if self._kept is None else len(self._kept)
 
+    @property
+    def batches(self) -> int:
+        """Steps that take each row once."""
+        return -(-self.num_rows // self.rows_per_step)
+
+    def samples(self, step: int) -> int:
+        """The samples of a step. In the order of the file the last batch is no smaller than the others by more than a
+        row, so that each device has a part of it."""
+        if self.seed is not None:
+            return self.batch_size
+        return (self._first(step + 1) - self._first(step)) * self.samples_per_prompt
+
+    def _first(self, step: int) -> int:
+        return self.num_rows * step // self.batches
+
     def tokens(self, step: int, sample_ids: Sequence[int]) -> list[dict[str, Tokens]]:
         """By key the tokens of the samples `sample_ids` (indices in the global batch) of a step.
 
@@ -70,9 +85,8 @@ class DatasetRows:
         places = [sample_id // self.samples_per_prompt for sample_id in sample_ids]
         if self.seed is not None:
             return row_of(self.seed, self.num_rows, self.rows_per_step, step, places)
-        rows = [step * self.rows_per_step + place for place in places]
-        assert all(row < self.num_rows for row in rows), f"rows {rows} of {self.num_rows}"
-        return rows
+        assert step < self.batches, f"batch {step} of {self.batches}"
+        return [self._first(step) + place for place in places]
 
     def records(self, step: int, sample_ids: Sequence[int]) -> list[Record]:
         """The rows of samples as the file has them, with all columns, for reward functions.
@@ -88,7 +102,7 @@ class DatasetRows:
 
     def lengths(self, step: int, keys: Sequence[str]) -> dict[int, int]:
         """Tokens of every sample of a step, all `keys` together. Raises as `tokens` does."""
-        samples = self.tokens(step, range(self.batch_size))
+        samples = self.tokens(step, range(self.samples(step)))
         return {sample_id: sum(len(sample[key]) for key in keys) for sample_id, sample in enumerate(samples)}
 
     def _row(self, row: int) -> dict[str, Tokens]:

@@ -127,13 +127,7 @@ def check_run(run: Run, request: RunRequest) -> None:
             check_checkpoint(setup.checkpoint, run.experiment.graph.models[name], setup.new_head)
     _ = run.initial_steps  # raises if a checkpoint lacks optimizer states
     if evaluation := run.experiment.evaluation:
-        graph, extent, size = run.experiment.graphs["evaluation"], evaluation.dataset.check(), evaluation.batch_size
-        check_fit(graph, extent)
-        if extent.rows < graph.rows_per_step(size):
-            each = _per_prompt(graph)
-            raise UserError(
-                f"the evaluation's batch_size={size}{each} is more than its {extent.rows} rows; lower it, or add rows"
-            )
+        check_fit(run.experiment.graphs["evaluation"], evaluation.dataset.check())
     if run.spec.replay:
         folder = Path(run.spec.replay)
         if not folder.is_dir():
@@ -171,10 +165,6 @@ def data_lines(run: Run) -> list[str]:
     said: list[str] = [run.experiment.dataset.describe()]
     if evaluation := run.experiment.evaluation:
         said.append(evaluation.dataset.describe())
-        rows = evaluation.dataset.check().rows
-        size = run.experiment.graphs["evaluation"].rows_per_step(evaluation.batch_size)
-        if rows % size:
-            said.append(f"the evaluation takes the first {rows - rows % size} rows, which fill its batches of {size}")
     return said
 
 

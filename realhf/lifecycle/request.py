@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -172,10 +173,11 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
     """The experiment of a file, its fields set from `--field value` words, else as in a `saved` run or by default.
 
     Raises:
-        UserError: the file has no such class, or `saved` is of another one.
+        UserError: the file has no such class, or `saved` is of another one; data is given twice.
         SystemExit: a word is wrong, which is explained on stderr (code 2), with the command that lists the fields.
     """
     cls = load_experiment_class(path)
+    _check_data_given_once(words)
     prog = f"realhf COMMAND {path}"
     if saved is not None and cls.__name__ != saved.experiment_class:
         raise UserError(
@@ -191,6 +193,16 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
         print(f"the fields: realhf run {path} --help-all", file=sys.stderr)
         raise
     return ResolvedExperiment(made if before is None else replace(made, **_rewards_given(made, before)))
+
+
+def _check_data_given_once(words: Sequence[str]) -> None:
+    names = Counter(word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--"))
+    for name, times in names.items():
+        if times > 1 and name.lstrip("-").rpartition(".")[2] in ("data", "eval-data"):
+            raise UserError(
+                f"{name} is given {times} times, and takes one value; give a folder, or a pattern of files in quotes, "
+                "such as 'data/*.jsonl'"
+            )
 
 
 def _rewards_given(made: Any, before: Any) -> dict[str, Reward]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import gcd, prod
 from string import ascii_letters
 
@@ -28,6 +29,7 @@ def partition(
     batch_size: int, mini_batches: int, dp: int, lengths: Mapping[int, int] | None = None, samples_per_prompt: int = 1
 ) -> Partition:
     """Divides a global batch into mini-batches, and each mini-batch over `dp` ranks, with equal numbers of samples.
+    In an evaluation `dp` may not divide the batch: then no rank has more than that share rounded up, and each has some.
 
     A mini-batch has the same samples under every layout, so optimizer steps do not depend on the layout. If the
     `lengths` of the samples are known, the ranks of a mini-batch also get about equal numbers of tokens. The numbers of
@@ -36,31 +38,34 @@ def partition(
     both do, for a rank computes a prompt once for those that it has.
     """
     per_mini_batch = batch_size // mini_batches
-    assert per_mini_batch // dp * dp * mini_batches == batch_size, "checked when the plan was"
+    assert per_mini_batch * mini_batches == batch_size, "checked when the plan was"
     mini = [range(j * per_mini_batch, (j + 1) * per_mini_batch) for j in range(mini_batches)]
     together = gcd(per_mini_batch // dp, samples_per_prompt)
+    if per_mini_batch % dp:
+        together = samples_per_prompt if per_mini_batch // samples_per_prompt >= dp else 1
     return [list(of_rank) for of_rank in zip(*(_shares(ids, dp, lengths, together) for ids in mini), strict=True)]
 
 
 def _shares(ids: range, dp: int, lengths: Mapping[int, int] | None, together: int) -> list[tuple[int, ...]]:
     """The sample ids of each rank, ascending: consecutive ids, unless balancing by tokens lowers the maximum. Each
     `together` neighbours go to one rank."""
-    size = len(ids) // dp
-    runs = [tuple(ids[d * size : (d + 1) * size]) for d in range(dp)]
+    units = [ids[i : i + together] for i in range(0, len(ids), together)]
+    bounds = [len(units) * d // dp * together for d in range(dp + 1)]
+    runs = [tuple(ids[first:end]) for first, end in pairwise(bounds)]
     if lengths is None:
         return runs
 
     def worst(shares: list[tuple[int, ...]]) -> int:
         return max(sum(lengths[sample] for sample in share) for share in shares)
 
-    units = [ids[i : i + together] for i in range(0, len(ids), together)]
     return min(runs, _by_tokens(units, dp, lengths), key=worst)  # consecutive ids win a tie
 
 
 def _by_tokens(units: Sequence[range], dp: int, lengths: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Gives units of samples, the longest first, to the rank with the fewest tokens that may still take one.
 
-    This is Graham's LPT rule (1969) with equal numbers of units.
+    This is Graham's LPT rule (1969) with equal numbers of units, or where `dp` does not divide theirs
+    with at most that share rounded up.
     """
     tokens_of = {unit: sum(lengths[sample] for sample in unit) for unit in units}
     shares: list[list[range]] = [[] for _ in range(dp)]
@@ -68,7 +73,7 @@ def _by_tokens(units: Sequence[range], dp: int, lengths: Mapping[int, int]) -> l
     for unit in sorted(units, key=lambda unit: (-tokens_of[unit], unit.start)):
         tokens, rank = heappop(open_ranks)
         shares[rank].append(unit)
-        if len(shares[rank]) < len(units) // dp:
+        if len(shares[rank]) < -(-len(units) // dp):
             heappush(open_ranks, (tokens + tokens_of[unit], rank))
     return [tuple(sorted(sample for unit in share for sample in unit)) for share in shares]
 

@@ -126,6 +126,10 @@ class PlannedGraph:
     versions: Callable[[str, int], int] | None = None
     devices_per_node: int | None = None
 
+    def samples(self, step: int) -> int:
+        """The samples of a step; batches of an evaluation may have fewer than `batch_size`."""
+        return self.batch_size if self.rows is None else self.rows.samples(step)
+
     @cached_property
     def loads(self) -> dict[str, Load]:
         return loads_of(self.graph, self.offload)
@@ -340,7 +344,7 @@ class Dispatcher:
         The lengths of one key decide which rank of a consumer gets a sample. Outputs that are produced before that key
         are sent once its lengths are known, so the division does not depend on which of two calls ends first.
         """
-        batch, graph = BatchKey(planned.split, node.step), planned.graph
+        batch, graph, samples = BatchKey(planned.split, node.step), planned.graph, planned.samples(node.step)
         for consumer in graph.calls.values():
             dividing = length_key(graph, consumer)
             if dividing is None:
@@ -352,7 +356,7 @@ class Dispatcher:
             keys = [
                 key
                 for key in consumer.input_data
-                if (divides or graph.producers.get(key) == node.call) and directory.lengths(key, planned.batch_size)
+                if (divides or graph.producers.get(key) == node.call) and directory.lengths(key, samples)
             ]
             layout = planned.calls[consumer.name].layout
             for moves_of in directory.plan_transfer(layout, parts, keys, consumer.protocol):
@@ -419,13 +423,13 @@ def _parts(planned: PlannedGraph, call: ModelFunctionCallDef, step: int, directo
     key = length_key(planned.graph, call)
     lengths: Mapping[int, int] | None = None
     if key is not None:
-        lengths = directory.lengths(key, planned.batch_size)
+        lengths = directory.lengths(key, planned.samples(step))
         if lengths is None:
             return None
     elif planned.rows is not None:
         lengths = planned.rows.lengths(step, dataset_sequences(call))
     parts = division(planned.calls[call.name].layout, call.protocol).parts
-    return partition(planned.batch_size, call.mini_batches, parts, lengths, planned.graph.samples_per_prompt)
+    return partition(planned.samples(step), call.mini_batches, parts, lengths, planned.graph.samples_per_prompt)
 
 
 def _name(node: Node, batch: BatchKey) -> str:

@@ -306,8 +306,7 @@ class Master:
             versions=lambda model, _: run.experiment.graph.weights_version(model, step),
             devices_per_node=run.spec.devices_per_node,
         )  # fmt: skip
-        batches = rows.num_rows // rows.rows_per_step
-        order = [(call, batch) for batch in range(batches) for call in graph.calls]
+        order = [(call, batch) for batch in range(rows.batches) for call in graph.calls]
         stats: list[Sums] = []
         completions: list[Completion] = []
 

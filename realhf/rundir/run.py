@@ -285,19 +285,20 @@ class Run:
             for call in graph.calls.values():
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
         self._check_record()
-        if evaluation := self.experiment.graphs.get("evaluation"):
-            batch_size = self.batch_size("evaluation")
-            evaluation.rows_per_step(batch_size, "the evaluation's batch_size")
-            for call in evaluation.calls.values():
+        if evaluation := self.experiment.evaluation:
+            graph, batch_size = self.experiment.graphs["evaluation"], self.batch_size("evaluation")
+            most, rows = graph.rows_per_step(batch_size, "the evaluation's batch_size"), evaluation.dataset.check().rows
+            least = rows // -(-rows // most) * graph.samples_per_prompt
+            for call in graph.calls.values():
                 layout = self.call_plan("evaluation", call).layout
                 call.check_protocol(layout)
                 parts = call.parts(layout)
-                if batch_size % parts:
+                if least < parts:
                     what = "dp" if parts == layout.strategy.dp else f"parts of {call.protocol.name}"
                     raise UserError(
-                        f"{call.name}: {what}={parts} does not divide the evaluation's "
-                        f"batch_size={batch_size}; evaluate a number of rows that {parts} divides, in "
-                        "batches that it divides (eval_batch_size), or give a plan with other layouts"
+                        f"{call.name}: {what}={parts} is more than the samples of the evaluation's smallest batch, "
+                        f"{least} ({rows} rows, batch_size={batch_size}); evaluate more rows, in larger batches "
+                        "(--eval-batch-size), or give a plan with other layouts"
                     )
 
     def _check_record(self) -> None:

@@ -37,7 +37,7 @@ def completions(
     """
     if number == 0 or "seq" not in call.input_data or "reward" not in outputs:
         return ()
-    wanted = set(shown_samples(batch, rows.batch_size, number))
+    wanted = set(shown_samples(batch, rows.samples(batch.step), number))
     ids, sequences = [sample for part in data for sample in part.ids], list(chain(*(part.data["seq"] for part in data)))
     shown = [
         (sample, sequence.tolist(), reward)

@@ -256,7 +256,7 @@ class ModelWorker:
             seed=self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0),
             step=request.batch.step,
             share=batch_share(definition, request.layout, self._groups),
-            batch_size=self._readers[split].batch_size,
+            batch_size=self._readers[split].samples(request.batch.step),
             samples_per_prompt=self._graphs[split].samples_per_prompt,
             micro_batches=request.micro_batches,
             decode_graphs=request.decode_graphs,

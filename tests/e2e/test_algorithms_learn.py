@@ -46,6 +46,7 @@ def test_it_learns(name: str, tmp_path: Path) -> None:
     data, rewards = sort_task.ensure(tmp_path / "data"), tmp_path / "rewards.py"
     rewards.write_text(REWARDS)
     files = ("--data", data / "prompts.jsonl", "--eval-data", data / "evaluation.jsonl", "--tokenizer", data)
+    files = (*files, "--eval-temperature", "1")
     options, words = EXPERIMENTS[name]
     more = [word.format(data=data, rewards=rewards) for word in words]
     length = (f"--{options}.max-new-tokens", "6")

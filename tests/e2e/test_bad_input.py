@@ -83,6 +83,11 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     "a long row": ({"--data": "long.jsonl"}, "long.jsonl, line 6: 'prompt' has 15000 tokens.*positions for 2048"),
     "no template": ({"--data": "chats.jsonl", "--model": "base"}, "no chat template .*give one with chat_template"),
     "no such evaluation data": ({"--eval-data": "nowhere.jsonl"}, "nowhere.jsonl: no such file or directory"),
+    "an evaluation without data": ({"--eval-every-steps": "5"}, "--eval-every-steps 5 evaluates held-out rows.* none"),
+    "data given twice": (
+        {"--eval_data": "a.jsonl", "--eval-data": "b.jsonl"},
+        "--eval-data is given 2 times.*folder",
+    ),
     "no reward": ({"--reward": None}, "there is no reward; give --reward FILE.py:FUNCTION"),
     "a reward without a function": ({"--reward": "rewards.py"}, "names no function; give FILE.py:FUNCTION"),
     "no such reward": ({"--reward": "rewards.py:corect"}, "no function 'corect'; it has the functions .*correct"),

@@ -25,7 +25,7 @@ from realhf.api.script.reward import Reward, models_of_rewards
 from realhf.api.script.trace import EndTokens, ScriptParameter, Trace
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.base.options import DATA, EVALUATION, NEEDED, TRAINING, Common, Option
+from realhf.base.options import DATA, EVALUATION, NEEDED, TRAINING, Common, Option, check_options
 from realhf.dataflow.graph import ModelFunctionCallDef
 
 # By their names: they lie above the API.
@@ -72,16 +72,29 @@ class ScriptExperiment:
             group=EVALUATION,
         ),
     ] = ""
-    eval_every_steps: Annotated[int | None, Common("evaluate every N steps too", group=EVALUATION)] = None
+    eval_every_steps: Annotated[
+        int | None, Common("evaluate every N steps too", group=EVALUATION, range=(1, 10**9), unit="steps")
+    ] = None
     eval_batch_size: Annotated[
         int,
         Option(
-            "rows of an evaluation's batch (0: at most --batch-size, so that few rows are left out)", group=EVALUATION
+            "most rows of an evaluation's batch; all rows are evaluated (0: --batch-size)",
+            group=EVALUATION,
+            range=(0, 2**31),
+            unit="rows",
         ),
     ] = 0
     eval_temperature: Annotated[
-        float | None, Option("temperature of evaluations (default: that of training)", group=EVALUATION)
-    ] = None
+        float, Option("temperature of evaluations (0: the most likely token)", group=EVALUATION)
+    ] = 0.0
+
+    def __post_init__(self) -> None:
+        check_options(ScriptExperiment, vars(self))
+        if self.eval_every_steps is not None and not self.eval_data:
+            raise UserError(
+                f"--eval-every-steps {self.eval_every_steps} evaluates held-out rows, and there are none; give "
+                "--eval-data FILE too, or leave it out"
+            )
 
     @cached_property
     def _models(self) -> dict[str, ScriptModel]:
@@ -120,7 +133,7 @@ class ScriptExperiment:
             raise UserError(
                 f"--eval-data: no call of {type(self).__name__} can be measured on {name!r} alone; leave it out"
             )
-        size = self.eval_batch_size or evaluation_batch(dataset.check().rows, self.batch_size)
+        size = self.eval_batch_size or self.batch_size
         return Evaluation(rpcs=calls, dataset=dataset, batch_size=size, every_steps=self.eval_every_steps)
 
     @classmethod
@@ -191,14 +204,6 @@ class ScriptExperiment:
                     arguments[name] = value
         _run(script, arguments)
         return trace
-
-
-def evaluation_batch(rows: int, most: int) -> int:
-    """How many of `rows` held-out rows are evaluated at a time: a multiple of 8, which the usual numbers of devices
-    divide, at most `most`; the largest that leaves out at most 5 % of the rows, which do not fill a last batch."""
-    sizes = range(min(rows, most) // 8 * 8, 0, -8)
-    few = (size for size in sizes if rows % size <= rows // 20)
-    return next(few, min(sizes, key=lambda size: rows % size, default=rows))
 
 
 def _run(script: Callable[..., None], arguments: Mapping[str, Any]) -> None:

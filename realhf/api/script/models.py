@@ -206,7 +206,7 @@ class Policy(ScriptModel):
         settings: dict[str, Any] = {}
         if trace.is_evaluation:
             settings["samples_per_prompt"] = 1
-            if options.temperature and trace.temperature is not None:
+            if options.temperature:
                 settings["temperature"] = trace.temperature
         ended = trace.with_end(options)
         config = Generate.by(ended, batch=prompt, outputs=tuple(keys.values()), name=name, **settings)

@@ -54,8 +54,7 @@ class Trace:
     mini_batches: of an update that names no number.
     tokenizer: a tokenizer.json, or the directory of one.
     end_tokens: of rollouts whose options name none.
-    is_evaluation: what trains is to measure instead, and each prompt gets one response; drawn at `temperature`, if it
-        is not None.
+    is_evaluation: what trains is to measure instead, and each prompt gets one response, drawn at `temperature`.
     makers: by key the call that makes it, or the parameter of its data.
     """
 
@@ -64,7 +63,7 @@ class Trace:
     tokenizer: str
     end_tokens: EndTokens
     is_evaluation: bool = False
-    temperature: float | None = None
+    temperature: float = 0.0
     calls: list[ModelFunctionCallDef] = field(default_factory=list)
     makers: dict[str, str] = field(default_factory=dict)
     _lines: dict[str, str] = field(default_factory=dict)  # of each call, by its name

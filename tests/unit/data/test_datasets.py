@@ -153,6 +153,18 @@ def test_records_are_the_rows_of_the_same_samples_with_all_columns(folder):
         assert tokens["prompt"][1] == sort_task.VOCABULARY.index(record["tests"][0])
 
 
+@pytest.mark.parametrize(("batch_size", "sizes"), [(10, [10]), (64, [10]), (4, [3, 3, 4]), (5, [5, 5]), (1, [1] * 10)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_batches_in_the_order_of_the_file_have_each_row_once(folder, batch_size, sizes, group):
+    dataset = make(folder, PromptDataset, [{"prompt": f"{a}>"} for a in "abcdefghij"])
+    rows = DatasetRows(dataset, None, batch_size * group, samples_per_prompt=group)
+    assert [rows.samples(batch) for batch in range(rows.batches)] == [size * group for size in sizes]
+    taken = [row for batch in range(rows.batches) for row in rows.rows(batch, range(rows.samples(batch)))]
+    assert taken == [row for row in range(10) for _ in range(group)]
+    drawn = DatasetRows(dataset, 3, 4 * group, samples_per_prompt=group)
+    assert [drawn.samples(step) for step in range(5)] == [4 * group] * 5, "steps of training are whole"
+
+
 def test_a_reader_keeps_the_rows_of_the_last_steps_only(folder, monkeypatch):
     """So that what a worker has in memory does not grow with the steps; what comes again is tokenised once more."""
     dataset = make(folder, PromptDataset, [{"prompt": f"{a}{b}>"} for a in "abcd" for b in "abcd"])

@@ -108,6 +108,23 @@ def test_samples_of_a_prompt_stay_together_where_they_can() -> None:
     assert partition(8, 2, 2, None, 8) == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
 
 
+@pytest.mark.parametrize("with_lengths", [False, True])
+@pytest.mark.parametrize(("prompts", "group", "dp"), [(7, 1, 2), (7, 1, 4), (5, 3, 2), (5, 3, 4), (3, 4, 8), (2, 3, 4)])
+def test_a_batch_of_an_evaluation_that_dp_does_not_divide(
+    prompts: int, group: int, dp: int, with_lengths: bool
+) -> None:
+    samples = prompts * group
+    for seed in range(20):
+        random = Random(seed)
+        lengths = {i: random.choice([1, 2, 90]) for i in range(samples)} if with_lengths else None
+        parts = [ids for (ids,) in partition(samples, 1, dp, lengths, group)]
+        assert sorted(sample for ids in parts for sample in ids) == list(range(samples))
+        together = group if prompts >= dp else 1
+        most = -(-samples // together // dp) * together
+        assert all(0 < len(ids) <= most and len(ids) % together == 0 for ids in parts)
+        assert all({i // together * together + k for i in ids for k in range(together)} == {*ids} for ids in parts)
+
+
 @pytest.mark.parametrize("samples_per_prompt", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("mini_batches", "dp"), [(1, 2), (2, 2), (1, 4), (4, 2), (2, 8)])
 def test_whole_groups_where_their_number_allows_it(samples_per_prompt: int, mini_batches: int, dp: int) -> None:

@@ -255,7 +255,7 @@ EVALUATION = DataflowGraph(
 
 
 def evaluated(directory: RunDirectory, dataset: SFTDataset, dispatcher: Any) -> tuple[Master, Told]:
-    """The evaluation after step 6, in batches of 4: two whole ones of nine rows."""
+    """The evaluation after step 6, in batches of at most 4: three of 3 for nine rows."""
     evaluation = SimpleNamespace(dataset=dataset, batch_size=4, every_steps=None)
     run = run_of(dataset, evaluation=evaluation)
     master, told = master_of(run, directory)
@@ -286,7 +286,7 @@ def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory,
     assert activity is not None
     assert activity.text == "evaluation after step 6"
     ((planned, order, in_flight),) = dispatcher.asked
-    assert order == [(name, batch) for batch in (0, 1) for name in ("actor_generate", "judge_inference")]
+    assert order == [(name, batch) for batch in (0, 1, 2) for name in ("actor_generate", "judge_inference")]
     assert in_flight == 1
     assert (planned.split, planned.graph, planned.batch_size) == ("evaluation", EVALUATION, 4)
     assert planned.calls == dict.fromkeys(EVALUATION.calls, CallPlan(devices=(1, 2), dp=2))
@@ -296,7 +296,8 @@ def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory,
     assert (planned.versions("actor", 1), planned.versions("reference", 1)) == (6, 6), "after six steps, in every batch"
     assert planned.rows is not None
     assert (planned.rows.seed, planned.rows.batch_size) == (None, 4)
-    assert planned.rows.tokens(0, [0, 3]) == DatasetRows(dataset, None, 4).tokens(0, [0, 3])
+    assert planned.rows.tokens(0, [0, 2]) == DatasetRows(dataset, None, 4).tokens(0, [0, 2])
+    assert (planned.samples(0), planned.samples(2)) == (3, 3)
 
 
 def test_an_evaluation_that_the_end_of_the_run_cuts_off_is_not_recorded(

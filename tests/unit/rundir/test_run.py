@@ -166,8 +166,8 @@ def test_an_evaluation_call_takes_the_layout_of_the_call_most_like_it() -> None:
 
 
 def run_of(plan: ExecutionPlan, num_workers: int, evaluation_batch_size: int = 4) -> Run:
-    """A run of one training call, evaluated by one generation; only what `Run.check` reads."""
-    dataset = SimpleNamespace(keys=("x",))
+    """A run of one training call, evaluated by one generation of seven rows; only what `Run.check` reads."""
+    dataset = SimpleNamespace(keys=("x",), check=lambda: SimpleNamespace(rows=7))
     evaluation = Evaluation(
         rpcs=[call("m", GENERATE, ["x"], name="accuracy")],
         dataset=dataset,
@@ -207,9 +207,13 @@ def test_a_run_that_fits() -> None:
     assert run.homes == {"m": TWO.layout("m_train_step")}
 
 
-def test_an_evaluation_batch_that_dp_does_not_divide() -> None:
-    with pytest.raises(UserError, match="accuracy: dp=2 does not divide the evaluation's batch_size=5"):
-        run_of(TWO, num_workers=2, evaluation_batch_size=5).check()
+def test_an_evaluation_batch_that_leaves_a_rank_without_samples() -> None:
+    run_of(TWO, num_workers=2, evaluation_batch_size=5).check()  # batches of 3 and 4 rows
+    with pytest.raises(
+        UserError,
+        match=r"accuracy: dp=2 is more than the samples of the evaluation's smallest batch, 1 \(7 rows, batch_siz",
+    ):
+        run_of(TWO, num_workers=2, evaluation_batch_size=1).check()
 
 
 def test_an_evaluation_batch_of_broken_groups() -> None:

@@ -536,13 +536,24 @@ def test_rollouts_are_evaluated_by_their_rewards(experiment: Any, data: Path) ->
         critic.update(batch, some_loss)
 
     hp = Hyperparameters(samples_per_prompt=4)
-    found = held_out(experiment, ppo, data, hp=hp, eval_temperature=0.0, eval_every_steps=5)
+    found = held_out(experiment, ppo, data, hp=hp, eval_every_steps=5)
     assert [call.name for call in found.rpcs] == ["actor_generate", "reward_inference"]
     generate, score = (call.interface_impl for call in found.rpcs)
     assert (generate.samples_per_prompt, generate.temperature) == (1, 0.0)
     assert score.statistics == ("reward_mean",)
-    # The largest number of the six rows that divides them, and is at most the batch of eight.
-    assert (found.batch_size, found.every_steps) == (6, 5)
+    assert (found.batch_size, found.every_steps) == (8, 5), "that of training"
+    drawn = held_out(experiment, ppo, data, hp=hp, eval_temperature=0.7, eval_batch_size=3)
+    assert (drawn.rpcs[0].interface_impl.temperature, drawn.batch_size) == (0.7, 3)
+
+
+def test_an_evaluation_without_rows_or_in_batches_of_none_is_refused(experiment: Any, data: Path) -> None:
+    def sft(examples: Examples, policy: Policy) -> None:
+        policy.update(examples, some_loss)
+
+    with pytest.raises(UserError, match="--eval-every-steps 5 evaluates held-out rows, and there are none; give --eva"):
+        experiment(sft, eval_every_steps=5)
+    with pytest.raises(UserError, match="--eval-batch-size -1 is not from 0"):
+        held_out(experiment, sft, data, eval_batch_size=-1)
 
 
 def test_examples_and_pairs_are_evaluated_by_their_losses(experiment: Any, data: Path) -> None:
