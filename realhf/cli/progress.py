@@ -2,13 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from realhf.base.durations import duration
 from realhf.cli.output import Output, Phases, number_text, table_of, wide_output
@@ -24,8 +25,9 @@ from realhf.rundir.lines import Tail, evaluation_line, step_line
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name, workers_in_words
 from realhf.rundir.run import Run
 
-# Statistics shown beside the step, of those that matter most.
-NUM_SHOWN = 6
+# Statistics in a line of a log, of those that matter most.
+NUM_SHOWN = 10
+BAR_WIDTH, SHORTEST_BAR = 20, 5
 # A line at most so often, and after an hour one a minute: logs of long runs stay readable.
 PLAIN_LINES_EVERY_S, SHARE_OF_TIME = 2.0, 1 / 60
 # After so long without a line another says what the run is at; each time twice as long is waited for the next one.
@@ -40,7 +42,7 @@ class Progress(Listener):
         self._has_bar, self._clock = has_bar, clock
         self._console = Output(stderr=True)
         self._phases: Phases | None = None
-        self._bar: Bar | None = None
+        self._bar: Live | None = None
         self.directory: RunDirectory | None = None  # the started run's
         self._job = ""
         self._last_line_s = 0.0
@@ -68,15 +70,14 @@ class Progress(Listener):
     def starting(self, run: Run, directory: RunDirectory, reason: str | None) -> None:
         self.directory = directory
         self._step, self._steps = run.spec.resume_step, run.experiment.steps
+        self._parts = ["starting"]
         if reason is not None:  # later steps are made, and shown, once more
             self.say(f"{reason}\nthe run goes on after step {self._step}".lstrip())
         self._metrics = Tail(directory.metrics, step_line, self.say)
         self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
         if self._has_bar and self._console.is_terminal and self._bar is None:
-            counts = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20))
-            self._bar = Bar(*counts, TextColumn("{task.description}", markup=False), console=self._console)
+            self._bar = Live(get_renderable=self._bar_line, console=self._console)
             self._bar.start()
-            self._task = self._bar.add_task("starting", total=self._steps)
         self._begun_s, self._silence_s = self._clock(), SILENCE_S
         self._is_starting, self._phase = True, ""
         self._newest: deque[dict[str, Any]] = deque(maxlen=SPEED_STEPS + 1)
@@ -89,32 +90,37 @@ class Progress(Listener):
         if self.directory is None:
             return
         for evaluation in self._evaluations.read():
-            self.say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
+            self.say(f"evaluation after step {evaluation['step']}: {'  '.join(_numbers(evaluation, evaluation))}")
         for metrics in self._metrics.read():
             self._step = metrics["step"]
             self._is_starting, self._silence_s = False, SILENCE_S
             self._newest.append(metrics)
-            text = f"{self._speed()}: {_format(metrics, main_names(list(metrics))[:NUM_SHOWN])}"
-            if self._bar is not None:
-                self._bar.update(self._task, completed=self._step, description=text)
-            elif metrics["calls"] and self._is_due(metrics):
-                self.say(f"step {self._step} of {self._steps}, {text}")
+            speed, shown = self._speed(), _numbers(metrics, main_names(list(metrics)))
+            self._parts = [*speed, *shown]
+            if self._bar is None and metrics["calls"] and self._is_due(metrics):
+                text = "  ".join(shown[:NUM_SHOWN])
+                self.say(f"step {self._step} of {self._steps}, {', '.join(speed)}: {text}")
         self._tell_phase(self.directory)
 
-    def _speed(self) -> str:
+    def _bar_line(self) -> Table:
+        return bar_line(self._step, self._steps, self._parts, self._console.width)
+
+    def _speed(self) -> list[str]:
         """Seconds a step since this start, and the time left."""
         speed = speed_of(self._newest, ())
         if speed is None:
-            return "no time"
+            return ["no time"]
         left_s = speed.step_s * (self._steps - self._step)
-        left = f", about {duration(left_s)} left" if self._step < self._steps else ""
-        return f"{speed.step_s:.3g} s a step{left}"
+        left = [f"about {duration(left_s)} left"] if self._step < self._steps else []
+        return [f"{speed.step_s:.3g} s a step", *left]
 
     def _tell_phase(self, directory: RunDirectory) -> None:
         """Says what the master notes that it does, before the first step has ended and after the last one; in between
         only where nothing was said for long."""
         activity = read_activity(directory.activity(MASTER))
         phase = activity.text.removeprefix("setup: ") if activity else self._job or "the master has not begun yet"
+        if self._is_starting and activity is not None:
+            self._parts = [phase]
         now_s = self._clock()
         is_news = phase != self._phase and activity is not None and (self._is_starting or self._step >= self._steps)
         if not (is_news and now_s - self._said_s >= PLAIN_LINES_EVERY_S) and now_s - self._said_s < self._silence_s:
@@ -153,9 +159,28 @@ def shown(request: RunRequest, title: str = "") -> Iterator[Progress]:
         print_summary(progress.directory, time.monotonic() - began)
 
 
-def _format(values: dict[str, Any], names: Sequence[str] | None = None) -> str:
-    chosen = [n for n in (names or values) if n in values and n != "step" and isinstance(values[n], int | float)]
-    return "  ".join(f"{name} {number_text(values[name])}" for name in chosen)
+def bar_line(step: int, steps: int, parts: Sequence[str], width: int) -> Table:
+    """The step, and those of `parts`, the most important first, that `width` columns have room for; the first one is
+    cut where it is too long. A bar between them takes what is left, if that is enough for one."""
+    count = f"step {step}/{steps}"
+    left = width - len(count)
+    shown: list[str] = []
+    for part in parts:
+        if shown and len(part) + 2 > left:
+            break
+        shown.append(part)
+        left -= len(part) + 2
+    bar = [ProgressBar(steps, step, width=min(BAR_WIDTH, left - 2))] if left - 2 >= SHORTEST_BAR else []
+    line = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    text = Text("  ".join(shown))
+    text.truncate(max(0, width - len(count) - 2), overflow="ellipsis")
+    line.add_row(count, *bar, text)
+    return line
+
+
+def _numbers(values: dict[str, Any], names: Iterable[str]) -> list[str]:
+    chosen = [n for n in names if n in values and n != "step" and isinstance(values[n], int | float)]
+    return [f"{name} {number_text(values[name])}" for name in chosen]
 
 
 def call_table(times: Sequence[CallTime]) -> Table:

@@ -132,14 +132,48 @@ def test_a_long_run_tells_less_often(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told[-1] - told[-2] == pytest.approx(120, abs=3)
 
 
-def test_a_bar_has_speed_time_left_and_reward(tmp_path: Path) -> None:
+def screen(tmp_path: Path, width: int, run: Run, **stats: float) -> str:
+    """The last line on a terminal after step 19, which has `stats`; that of the start without any."""
     directory = RunDirectory.create(tmp_path / "run")
-    console = Output(file=io.StringIO(), force_terminal=True, width=200)
+    console = Output(file=io.StringIO(), force_terminal=True, width=width)
     with Progress() as progress:
         progress._console = console
-        progress.starting(run_of(), directory, None)
-        directory.metrics.write_bytes(msgspec.json.encode(line(3, 100.0, reward_mean=0.25)) + b"\n")
+        progress.starting(run, directory, None)
+        ActivityWriter(directory.activity("master")).set("training, steps 19 to 24")
+        if stats:
+            directory.metrics.write_bytes(msgspec.json.encode(line(19, 100.0, **stats)) + b"\n")
         progress.watched("")
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
-    assert "3/4" in shown
-    assert "1 s a step, about 1.0 s left: reward_mean 0.25  tokens_per_s 10" in shown
+    lines = re.split(r"[\r\n]+", shown.strip())
+    assert max(len(each) for each in lines if each.startswith("step ")) <= width
+    return lines[-1].rstrip()
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (24, "step 19/24  1 s a step"),
+        (20, "step 19/24  1 s a s…"),
+        (43, "step 19/24  1 s a step  about 5.0 s left"),
+        (60, "step 19/24  1 s a step  about 5.0 s left  reward_mean 0.25"),
+        (80, "step 19/24  ━━━━━━━╺━  1 s a step  about 5.0 s left  reward_mean 0.25  kl 0.0125"),
+        (
+            120,
+            "step 19/24  ━━━━━━╺━  1 s a step  about 5.0 s left  reward_mean 0.25  kl 0.0125  actor_loss -0.25  "
+            "response_length 123.4",
+        ),
+    ],
+)
+def test_a_bar_shows_the_step_first_and_then_what_the_terminal_has_room_for(
+    width: int, shown: str, tmp_path: Path
+) -> None:
+    run = run_of()
+    run.experiment.steps = 24
+    stats = {"reward_mean": 0.25, "kl": 0.0125, "actor_loss": -0.25, "response_length": 123.4}
+    assert screen(tmp_path, width, run, **stats) == shown
+
+
+def test_the_bar_of_a_resumed_run_begins_at_its_step(tmp_path: Path) -> None:
+    run = run_of(step=18)
+    run.experiment.steps = 24
+    assert screen(tmp_path, 60, run) == "step 18/24  ━━━━━━━━━━━━━━━╺━━━━  training, steps 19 to 24"
