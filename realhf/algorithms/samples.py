@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.choices import KLEstimator
-from realhf.algorithms.functional import importance_weights, kl_k1, kl_penalised_rewards
+from realhf.algorithms.functional import importance_weights, is_informative, kl_k1, kl_penalised_rewards
 from realhf.algorithms.options import PolicyOptions
 from realhf.algorithms.statistics import mean_of
 from realhf.algorithms.stop_strings import is_stopped
@@ -94,6 +94,12 @@ def in_groups(context: Context, ids: Sequence[int], values: Tensor, is_valid: Te
     columns = torch.stack([torch.where(is_valid, values, 0.0), is_valid.to(values.dtype)], 1)
     ordered = context.in_order(ids, columns).view(-1, context.samples_per_prompt, 2)
     return ordered[..., 0], ordered[..., 1] > 0
+
+
+def informative_share(rewards: Tensor, is_valid: Tensor) -> Stats:
+    """`informative_groups`: the share of the groups whose rewards differ; `rewards`, `is_valid` [groups, G]."""
+    informative = is_informative(rewards, is_valid)
+    return {"informative_groups": (float(informative.sum()), float(len(informative)))}
 
 
 def of_ids(grouped: Tensor, ids: Sequence[int]) -> Tensor:

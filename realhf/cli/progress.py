@@ -20,6 +20,7 @@ from realhf.lifecycle.request import RunRequest
 from realhf.report.curves import main_names, trends_of
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.report.run_status import SPEED_STEPS, speed_of
+from realhf.rundir.events import event_line
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import Tail, evaluation_line, step_line
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name, workers_in_words
@@ -75,6 +76,7 @@ class Progress(Listener):
             self.say(f"{reason}\nthe run goes on after step {self._step}".lstrip())
         self._metrics = Tail(directory.metrics, step_line, self.say)
         self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
+        self._events = Tail(directory.events, event_line, self.say)
         if self._has_bar and self._console.is_terminal and self._bar is None:
             self._bar = Live(get_renderable=self._bar_line, console=self._console)
             self._bar.start()
@@ -100,6 +102,9 @@ class Progress(Listener):
             if self._bar is None and metrics["calls"] and self._is_due(metrics):
                 text = "  ".join(shown[:NUM_SHOWN])
                 self.say(f"step {self._step} of {self._steps}, {', '.join(speed)}: {text}")
+        for event in self._events.read():
+            if event.event == "uniform_rewards":
+                self.say(event.message)
         self._tell_phase(self.directory)
 
     def _bar_line(self) -> Table:

@@ -127,6 +127,8 @@ def summary(status: RunStatus) -> list[str]:
         lines.append(f"checkpoints: {len(status.checkpoints)}, the newest after step {status.checkpoints[-1]}{age}")
     if status.restarts:
         lines.append(f"restarts: {status.restarts}; last failure: {status.last_failure}")
+    if status.uniform_rewards:
+        lines.append(status.uniform_rewards)
     if status.message:
         lines.append(status.message.rstrip())
     return [*lines, *(f"damaged: {sentence}" for sentence in status.damaged)]

@@ -22,6 +22,7 @@ from realhf.master.milestones import Milestones
 from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
+from realhf.master.uniform_rewards import RewardWatch, remedies
 from realhf.master.vital_signs import VitalSigns
 from realhf.rundir.checkpoints import read_state, step_folder
 from realhf.rundir.events import note, read_events
@@ -86,7 +87,9 @@ class Master:
         self._ending: RunState = "done"
         self._end_request: EndRequest | None = None
         self._why_early = ""
-        self._drift = DriftWatch(run.spec.drift_threshold, reported_calls(read_events(directory.events)))
+        events = read_events(directory.events)
+        self._drift = DriftWatch(run.spec.drift_threshold, reported_calls(events))
+        self._rewards = RewardWatch(is_told=any(event.event == "uniform_rewards" for event in events))
         self._step = run.spec.resume_step
         self._statistics: dict[str, float] = {}  # the last step's, and those of an evaluation after it
         self._previous_end = now_s()
@@ -266,6 +269,11 @@ class Master:
         for drift in self._drift.step(metrics):
             logger.warning("%s", drift)
             note(self._directory.events, "drift", step + 1, drift)
+        if uniform := self._rewards.step(metrics, is_last=step + 1 == self._run.experiment.steps):
+            is_zero = not metrics.get("reward_mean")
+            text = f"{uniform}; {remedies(self._run.spec, self._directory.path, is_zero=is_zero)}"
+            logger.warning("%s", text)
+            note(self._directory.events, "uniform_rewards", step + 1, text)
         self._trace.flush()
         self._statistics = {name: value for name, value in metrics.items() if isinstance(value, float)}
         if step == self._run.spec.resume_step:

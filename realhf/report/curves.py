@@ -5,14 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realhf.rewards.values import OF_ALL_FUNCTIONS
+
 # Points of a curve: about the width in pixels of a small chart. Points of all curves together: they keep a page small.
 MAX_POINTS, FEWEST_POINTS, MAX_POINTS_TOGETHER = 400, 100, 6000
-# Statistics to show first, in this order; a name may have a prefix (actor_loss).
+# Statistics to show first, in this order; a name may have a prefix (actor_loss). The first ones are followed by the
+# means of each reward function where a run has several.
+REWARDS = ("reward_mean", "reward")
 MAIN_STATISTICS = (
-    "reward_mean",
-    "reward",
+    "informative_groups",
     "kl",
     "loss",
+    "entropy",
+    "grad_norm",
     "response_length",
     "token_accuracy",
     "pair_accuracy",
@@ -90,8 +95,21 @@ def split_curves(metrics: Sequence[dict[str, Any]]) -> tuple[dict[str, Curve], d
 
 def main_names(names: Sequence[str]) -> list[str]:
     """Those to show first, in order of importance."""
-    found = (name for wanted in MAIN_STATISTICS for name in names if name == wanted or name.endswith(f"_{wanted}"))
-    return list(dict.fromkeys(found))
+    sums, others = (
+        [name for wanted in group for name in names if name == wanted or name.endswith(f"_{wanted}")]
+        for group in (REWARDS, MAIN_STATISTICS)
+    )
+    return list(dict.fromkeys([*sums, *_rewards_by_name(names), *others]))
+
+
+def _rewards_by_name(names: Sequence[str]) -> list[str]:
+    """The statistics of several reward functions (`realhf.algorithms.text_reward`); [] of one."""
+    found: list[str] = []
+    for total in (name for name in names if name.endswith("reward_total")):
+        start = total.removesuffix("total")
+        of_all = [f"{start}{word}" for word in OF_ALL_FUNCTIONS]
+        found += [name for name in names if name.startswith(start) and name not in of_all]
+    return found if len(found) > 1 else []
 
 
 def evaluation_curves(evaluations: Sequence[dict[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:

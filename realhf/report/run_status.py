@@ -69,6 +69,7 @@ class RunStatus:
     trends: the statistics that matter most, from the run's first steps to its last.
     evaluations: the statistics of the first and the last evaluations, by their names, with the step.
     last_failure: the first line of the newest failure's message.
+    uniform_rewards: that rewards taught nothing, and the remedies; "" where that was not so.
     returncode: the exit code of the launching process of a failed run.
     damaged: a sentence about every file that could not be read as a whole.
     """
@@ -90,6 +91,7 @@ class RunStatus:
     checkpoint_age_s: float | None
     restarts: int
     last_failure: str
+    uniform_rewards: str
     returncode: int
     memory_limit_bytes: int | None
     damaged: tuple[str, ...]
@@ -158,6 +160,7 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         checkpoint_age_s=max(0.0, now_s - written[-1].time_s) if written else None,
         restarts=sum(event.event in ("restarted", "requeued") for event in events),
         last_failure=failures[-1].message.partition("\n")[0] if failures else "",
+        uniform_rewards="".join(event.message for event in events if event.event == "uniform_rewards"),
         returncode=status.returncode if status else 1,
         memory_limit_bytes=plan.rationale.device_memory_bytes if plan and plan.rationale else None,
         damaged=tuple(damaged),

@@ -16,13 +16,12 @@ from realhf.base.errors import UserError
 from realhf.rewards import ready
 from realhf.rewards.confined import missing_protections
 from realhf.rewards.signature import Function, Signature, recognise
+from realhf.rewards.values import OF_ALL_FUNCTIONS
 
 READY = "ready"
 
 # A weight stands behind the last `=`, and no quote or bracket behind that: "ready:regex(pattern='a=b')" has none.
 _FORM = re.compile(r"(?P<what>.+?:.+?)(?:=(?P<weight>[^=()'\"]*))?", re.DOTALL)
-# Statistics are called reward_NAME; these are not of one function.
-_TAKEN = ("total", "failures", "seconds", "mean", "std")
 _EXPECTED = "give FILE.py:FUNCTION or ready:NAME(option=value), each with =WEIGHT behind it if it is not 1"
 
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")
@@ -86,7 +85,7 @@ def load_rewards(texts: Sequence[str], columns: Collection[str] | None = None) -
     rewards: list[Reward] = []
     for source in map(RewardSource.parse, texts):
         plain, function = _ready(source) if source.module == READY else (source.function, _of_file(source))
-        taken = {*_TAKEN, *(reward.name for reward in rewards)}
+        taken = {*OF_ALL_FUNCTIONS, *(reward.name for reward in rewards)}
         name = next(free for free in chain([plain], (f"{plain}_{i}" for i in count(2))) if free not in taken)
         place = _place(function, source)
         signature = recognise(function, place)

@@ -7,6 +7,8 @@ from typing import Any
 
 from realhf.rewards.signature import Style
 
+# Statistics are called reward_NAME; these are not of one function.
+OF_ALL_FUNCTIONS = ("total", "failures", "seconds", "mean", "std")
 _LONGEST_SHOWN = 80
 
 

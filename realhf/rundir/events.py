@@ -22,6 +22,7 @@ EventKind = Literal[
     "resumed",
     "restarted",
     "drift",  # times of calls differ from the prediction
+    "uniform_rewards",  # they teach nothing
     "proposal",  # another plan was found, with measured times
     "replanned",  # the run goes on under another plan, or elsewhere
     "damaged",  # a file of the run was, and its unreadable part is gone

@@ -11,6 +11,7 @@ from realhf.algorithms.samples import (
     filtered_stats,
     importance_columns,
     in_groups,
+    informative_share,
     is_whole,
     lengths_of,
     of_ids,
@@ -50,17 +51,15 @@ def group_advantages(
     advantages = of_ids(F.group_advantages(rewards, is_counted, grpo.scale_rewards), scores.ids)
     columns = {"advantage": at_tokens(advantages.to(rollout.logprob[0].dtype), lengths_of(rollout.logprob))}
     columns |= importance_columns(rollout, old, grpo)
-    informative = F.is_informative(rewards, is_counted)
     is_trained = is_valid
     if grpo.drop_uniform_groups:
-        chosen = _chosen(informative, grpo, context)
+        chosen = _chosen(F.is_informative(rewards, is_counted), grpo, context)
         is_trained = is_trained & of_ids(chosen[:, None].expand_as(rewards), scores.ids).cpu()
     if grpo.mask_truncated:
         is_trained = is_trained & is_whole(rollout, grpo)
     if (is_trained != is_valid).any():
         columns["valid"] = valid_column(is_trained, rollout.logprob)
-    share = {"informative_groups": (float(informative.sum()), float(len(informative)))}
-    return columns, filtered_stats(columns, rollout, scores, ref) | share
+    return columns, filtered_stats(columns, rollout, scores, ref) | informative_share(rewards, is_counted)
 
 
 def grpo_policy(logprob: Tensor, batch: Batch, grpo: GRPO) -> tuple[Tensor, Stats]:

@@ -12,6 +12,7 @@ from realhf.algorithms.samples import (
     filtered_stats,
     importance_columns,
     in_groups,
+    informative_share,
     is_whole,
     lengths_of,
     of_ids,
@@ -40,12 +41,13 @@ def rloo_advantages(
     `old_logprob`, the policy's own log-probabilities before training.
 
     Returns:
-        Columns, and the statistics of `filtered_stats`.
+        Columns; statistics: those of `filtered_stats`, and of `informative_share`.
     """
     is_valid = validity(scores)
     score = rewards_of(scores)
     if rloo.reward_clip:
         score = score.clamp(-rloo.reward_clip, rloo.reward_clip)
+    share = informative_share(*in_groups(context, scores.ids, score, is_valid))
     if ref is not None:
         drawn = rollout.logprob if old is None else old.old_logprob
         kl = torch.stack([F.log_ratios(p, q).sum() for p, q in zip(drawn, ref.ref_logprob, strict=True)])  # [batch]
@@ -60,7 +62,7 @@ def rloo_advantages(
     columns |= importance_columns(rollout, old, rloo)
     if rloo.mask_truncated:
         columns["valid"] = valid_column(is_valid & is_whole(rollout, rloo), rollout.logprob)
-    return columns, filtered_stats(columns, rollout, scores, ref)
+    return columns, filtered_stats(columns, rollout, scores, ref) | share
 
 
 def rloo_policy(logprob: Tensor, batch: Batch, rloo: RLOO) -> tuple[Tensor, Stats]:

@@ -251,8 +251,11 @@ def test_rloo() -> None:
     unbounded = replace(rloo, reward_clip=0.0)
     made, _ = rloo_advantages(samples, rewards(-7, 1), None, unbounded, context=context(2, 2))
     assert_columns(made["advantage"], [[-8.0, -8.0], [8.0]])
-    made, _ = rloo_advantages(samples, rewards(-7, 1), None, rloo, context=context(2, 2))
+    made, stats = rloo_advantages(samples, rewards(-7, 1), None, rloo, context=context(2, 2))
     assert_columns(made["advantage"], [[-5.0, -5.0], [5.0]])
+    assert stats["informative_groups"] == (1.0, 1.0)
+    _, stats = rloo_advantages(samples, rewards(7, 5), ref, rloo, context=context(2, 2))
+    assert stats["informative_groups"] == (0.0, 1.0), "clipped they are equal, however the divergences differ"
 
 
 def test_rloo_normalises_over_those_that_have_others_in_their_group() -> None:

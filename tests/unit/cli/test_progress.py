@@ -12,6 +12,7 @@ import pytest
 from realhf.cli.output import Output
 from realhf.cli.progress import Progress
 from realhf.dataflow.plan import ExecutionPlan
+from realhf.rundir.events import note
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec
@@ -36,6 +37,8 @@ def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.C
         ]
         directory.metrics.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
         directory.evaluations.write_text('{"step":0,"accuracy":0.25}\n')
+        note(directory.events, "drift", 4, "a takes 2 times as long")
+        note(directory.events, "uniform_rewards", 4, "the rewards teach nothing")
         progress.watched("")
         with directory.metrics.open("a") as file:
             file.write('{"step": 5}\n')
@@ -45,7 +48,8 @@ def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.C
         "evaluation after step 0: accuracy 0.25",
         "step 1 of 4, 1 s a step, about 3.0 s left: reward_mean 0.25  loss 0.5  tokens_per_s 10",
         "step 3 of 4, 1.25 s a step, about 1.2 s left: tokens_per_s 10",
-        "step 4 of 4, 1 s a step: tokens_per_s 10",
+        "step 4 of 4, 1 s a step: grad_norm 1  tokens_per_s 10",
+        "the rewards teach nothing",
         f"{directory.metrics} has gained a line that cannot be read and is left out: "
         "Object missing required field `time_s`",
     ]

@@ -181,6 +181,22 @@ def test_a_step_leaves_a_line_its_samples_its_state_and_its_statistics(directory
     assert json.loads(directory.metrics.read_text().splitlines()[1])["time_s"] == 3.0, "from the end of the one before"
 
 
+def test_uniform_rewards_are_noted_once(directory: RunDirectory) -> None:
+    """The run ends after step 9; an earlier start of it has made steps 1 to 4."""
+    master, _ = master_of(run_of(), directory)
+    stats = {"informative_groups": (0.0, 4.0), "reward_mean": (2.0, 4.0)}
+    for step in range(4, 9):
+        master._record_step(step, [record(step, "actor_generate", (10.0, 11.0), stats=stats)])
+    again, _ = master_of(run_of(), directory)
+    again._record_step(8, [record(8, "actor_generate", (10.0, 11.0), stats=stats)])
+    (event,) = read_events(directory.events)
+    assert (event.event, event.step) == ("uniform_rewards", 9)
+    text = "in steps 5 to 9 all responses to a prompt had the same reward (reward_mean 0.5); "
+    assert text in event.message
+    assert f"realhf status {directory.path} --samples" in event.message
+    assert "neither too hard nor too easy" in event.message
+
+
 def test_a_drift_is_noted_with_its_step(directory: RunDirectory) -> None:
     """The first step of a start does not count, and ten are compared: it is told after the eleventh."""
     master, _ = master_of(run_of(spec={"drift_threshold": 1.5}), directory)

@@ -27,6 +27,7 @@ def test_figures_and_fields_stand_side_by_side(folder: Path) -> None:
     assert first == {
         "state": "finished", "steps": "4", "devices": "2", "s/step": "2", "tokens/s": "1,250",
         "evaluation: accuracy": "0.75", "reward_mean": "1", "kl": "0.04", "actor_loss": "-0.1",
+        "entropy": "3",
     }  # fmt: skip
     assert (second["steps"], second["s/step"], second["kl"]) == ("2", "4", "1")
     assert second["tokens/s"] == "375"  # 3,000 tokens in 8 s

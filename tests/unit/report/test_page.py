@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.cli import main
-from realhf.report.curves import MAX_POINTS, curves_of, split_curves, thinned
+from realhf.report.curves import MAX_POINTS, curves_of, main_names, split_curves, thinned
 from realhf.report.page import write_report
 from realhf.rundir.paths import RunDirectory
 from tests.unit.report.run_directories import good_run, metrics_line, sample, step_events, write_run
@@ -135,10 +135,23 @@ def test_curves_skip_what_is_no_number() -> None:
 
 
 def test_the_curves_people_look_for_come_first() -> None:
-    line = metrics_line(1, entropy=1.0, critic_loss=1.0, kl=0.1, actor_loss=2.0, kl_per_sequence=1.0, reward_mean=1.0)
+    line = metrics_line(1, lr=1.0, critic_loss=1.0, kl=0.1, actor_loss=2.0, kl_per_sequence=1.0, reward_mean=1.0)
     main_curves, others = split_curves([line])
     assert list(main_curves) == ["reward_mean", "kl", "critic_loss", "actor_loss", "tokens_per_s"]
-    assert list(others) == ["entropy", "kl_per_sequence"]
+    assert list(others) == ["lr", "kl_per_sequence"]
+
+
+def test_the_rewards_of_several_functions_stand_behind_their_sum() -> None:
+    """Then the share of groups that teach something, and how training goes."""
+    of_update = ("entropy", "kl", "actor_loss", "actor_grad_norm", "actor_lr", "informative_groups")
+    of_rewards = ("reward_total", "reward_failures", "reward_seconds", "reward_correct", "reward_mean")
+    names = [*of_update, *of_rewards, "reward_short"]
+    parts = ["reward_correct", "reward_short"]
+    of_training = ["informative_groups", "kl", "actor_loss", "entropy", "actor_grad_norm"]
+    assert main_names(names) == ["reward_mean", *parts, *of_training]
+    assert main_names([*of_update, *of_rewards]) == ["reward_mean", *of_training], "that of one function is the sum"
+    of_a_reward_model = ["reward_loss", "reward_grad_norm", "reward_lr", "pair_accuracy"]
+    assert main_names(of_a_reward_model) == ["reward_loss", "reward_grad_norm", "pair_accuracy"]
 
 
 @given(values=st.lists(st.none() | st.floats(-1e9, 1e9), min_size=1, max_size=3 * MAX_POINTS))

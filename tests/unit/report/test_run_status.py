@@ -39,6 +39,7 @@ def running(path: Path, updated_s: float = 1e9 + 99.5) -> RunDirectory:
         happened=[
             {"time_s": 1e9, "event": "started", "step": 0},
             {"time_s": 1e9 + 21, "event": "checkpoint", "step": 2},
+            {"time_s": 1e9 + 22, "event": "uniform_rewards", "step": 2, "message": "the rewards teach nothing"},
             {"time_s": 1e9 + 40, "event": "failed", "step": 3, "message": "worker-1 was killed\n  | its log"},
             {"time_s": 1e9 + 41, "event": "restarted", "step": 2},
             {"time_s": 1e9 + 87, "event": "checkpoint", "step": 5},
@@ -73,6 +74,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     assert status.silent_s == pytest.approx(0.5)
     assert (status.checkpoints, status.checkpoint_age_s) == ((2, 5), 13.0)
     assert (status.restarts, status.last_failure) == (1, "worker-1 was killed")
+    assert status.uniform_rewards == "the rewards teach nothing"
     master, first, second = status.processes
     assert (master.name, master.activity, master.since_s, master.peak_bytes) == ("master", "steps 4 to 6", 20.0, None)
     assert (first.name, first.activity, first.since_s) == ("worker-0", None, None)
