@@ -70,13 +70,18 @@ def execute(arguments: argparse.Namespace) -> int:
     asked = options_of(WhatIfRequest, arguments, given=options_of(WhatIf, arguments))
     wanted = options_of(PlanOutput, arguments)
     experiment, out = experiment_of(arguments.experiment, arguments.overrides), output_beside(wanted.json)
+    case, *_ = asked.cases(experiment.calls)
+    if case.reads_data:
+        from realhf.lifecycle.new import check_experiment  # it imports what reads data, which the help does not need
+
+        check_experiment(experiment, case.batch_size)
     tasks = tasks_of(experiment, request, asked)
     if len(tasks) > 1:
         compare_cases(out, request, tasks, wanted)
         return 0
     [task] = tasks.values()
     out.say(setting_text(task))
-    lacking = asked.cases(experiment.calls)[0].unlike(experiment.setups.values())
+    lacking = case.unlike(experiment.setups.values())
     if lacking:
         out.say(
             f"what if: an engine with {', '.join(lacking)}; the engine is not so, and a run of this plan would take "

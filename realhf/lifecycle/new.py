@@ -75,15 +75,21 @@ def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cl
     return fields
 
 
-def check_experiment(experiment: ResolvedExperiment) -> None:
-    """Raises UserError if the experiment can run under no plan."""
+def check_experiment(experiment: ResolvedExperiment, batch_size: int | None = None) -> None:
+    """Raises UserError if the experiment can run under no plan. `batch_size`: another one than its own."""
     check_values(experiment)
-    extent, batch_size, graph = experiment.dataset.check(), experiment.settings.batch_size, experiment.graph
+    extent, graph = experiment.dataset.check(), experiment.graph
+    batch_size = batch_size or experiment.settings.batch_size
     rows = graph.rows_per_step(batch_size)
     if extent.rows < rows:
         each = _per_prompt(graph)
         raise UserError(f"the data set has {extent.rows} rows, fewer than batch_size={batch_size}{each}; add rows")
     check_fit(graph, extent)
+    for name, setup in experiment.setups.items():
+        if setup.checkpoint is not None:  # one that does not fit is found now
+            check_checkpoint(setup.checkpoint, graph.models[name], setup.new_head)
+    if evaluation := experiment.evaluation:
+        check_fit(experiment.graphs["evaluation"], evaluation.dataset.check())
 
 
 def check_values(experiment: ResolvedExperiment) -> None:
@@ -123,11 +129,7 @@ def check_run(run: Run, request: RunRequest) -> None:
             check_megatron(run.experiment.graph.models[name], home.strategy, "cuda" if with_gpus else "cpu")
         data_parallel = run.computations[name].data_parallel
         shard_boxes(run.experiment.graph.models[name], home, home.mesh.first, data_parallel)  # may be impossible
-        if setup.checkpoint is not None:  # one that does not fit is found now
-            check_checkpoint(setup.checkpoint, run.experiment.graph.models[name], setup.new_head)
     _ = run.initial_steps  # raises if a checkpoint lacks optimizer states
-    if evaluation := run.experiment.evaluation:
-        check_fit(run.experiment.graphs["evaluation"], evaluation.dataset.check())
     if run.spec.replay:
         folder = Path(run.spec.replay)
         if not folder.is_dir():

@@ -133,7 +133,7 @@ def task_of(
 
 def _as_asked(experiment: ResolvedExperiment, what_if: WhatIf) -> ResolvedExperiment:
     """The experiment with the architectures of a what-if, and with the keys of a data set that is not read."""
-    if not what_if.model_types and what_if.prompt_tokens is None:
+    if what_if.reads_data:
         return experiment
     calls = what_if.apply(experiment.calls)
     keys = experiment.dataset.keys if what_if.prompt_tokens is None else keys_without_producer(calls)

@@ -65,6 +65,11 @@ class WhatIf(Options):
         """The distribution of `response_lengths`. Raises UserError if the file has none."""
         return read_lengths(self.response_lengths) if self.response_lengths else None
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether the lengths of prompts are those of the experiment's data set."""
+        return not self.model_types and self.prompt_tokens is None
+
     def with_defaults(self) -> "WhatIf":
         """Replaced architectures come with the lengths and the dtype of published measurements. Raises UserError as
         `responses`."""

@@ -66,10 +66,10 @@ def refusal(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
     return printed.err
 
 
-def grpo(changed: dict[str, str | None]) -> list[str]:
+def grpo(changed: dict[str, str | None], command: str = "run") -> list[str]:
     """The command with other options; None: without this one."""
     words = {name: value for name, value in (GOOD | changed).items() if value is not None}
-    return ["run", "grpo", *(word for pair in words.items() for word in pair)]
+    return [command, "grpo", *(word for pair in words.items() for word in pair)]
 
 
 MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
@@ -113,12 +113,14 @@ def test_one_paragraph_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """`realhf plan` refuses what `realhf run` does, in the same words."""
     monkeypatch.chdir(made)
     printed = refusal(capsys, grpo(changed))
     [error] = (line for line in printed.splitlines() if line.startswith("error: "))
     assert re.search(said, error)
     assert printed.endswith(error + "\n")
     assert not (made / "run").exists()
+    assert refusal(capsys, grpo({**changed, "--run-dir": None}, "plan")) == printed
 
 
 @pytest.mark.parametrize(
