@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from realhf.api.backends import NATIVE, implementation_of
 from realhf.architecture.compute import Computation, ComputeConfig
@@ -143,7 +143,8 @@ class DatasetExtent:
     """The content of a data set: its rows, its keys that are tokens, and the largest id of its tokenizer.
 
     Rows that are too long count in `dropped` or, where their prompts are cut, in `truncated`; `rows` has none of the
-    dropped. `columns` are those of the file, for whoever reads rows by name.
+    dropped. `columns` are those of the file, for whoever reads rows by name. `first`: the first of the rows by its
+    columns, and the tokens of its keys.
     """
 
     path: str
@@ -154,6 +155,7 @@ class DatasetExtent:
     dropped: int = 0
     truncated: int = 0
     columns: tuple[str, ...] = ()
+    first: tuple[dict[str, Any], Mapping[str, Sequence[int]]] | None = field(default=None, compare=False, repr=False)
 
 
 @runtime_checkable

@@ -52,6 +52,7 @@ class MergedDataset:
             dropped=sum(extent.dropped for extent in extents),
             truncated=sum(extent.truncated for extent in extents),
             columns=first.columns,
+            first=first.first,
         )
 
     def lengths(self) -> dict[str, KeyLengths]:

@@ -257,6 +257,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
         dropped=dropped,
         truncated=cut,
         columns=tuple(opened.file.columns()),
+        first=(opened.file.row(kept[0]), opened.row(kept[0])),
     )
     rows = np.frombuffer(kept, np.int64)
     if dataset.may_drop:

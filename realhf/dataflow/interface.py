@@ -6,10 +6,10 @@ which only name the implementation; the model workers load it.
 
 import ast
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from realhf.base.errors import UserError
 
@@ -83,6 +83,10 @@ class InterfaceConfig:
     def check_columns(self, columns: Collection[str]) -> None:
         """On the launcher, before a process starts: whether the columns that the rows of the data set have are those
         that its calls read by name (`Context.rows`). Raises UserError."""
+
+    def check_row(self, row: dict[str, Any], tokens: Mapping[str, Sequence[int]]) -> None:
+        """On the launcher, before a process starts: whether its calls can work with the first row of the training data,
+        by its columns; `tokens` are those of the data set's keys. Raises UserError."""
 
 
 def check_implementation(call: str, config: InterfaceConfig, method: str) -> None:

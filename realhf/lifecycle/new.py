@@ -90,6 +90,9 @@ def check_experiment(experiment: ResolvedExperiment, batch_size: int | None = No
             check_checkpoint(setup.checkpoint, graph.models[name], setup.new_head)
     if evaluation := experiment.evaluation:
         check_fit(experiment.graphs["evaluation"], evaluation.dataset.check())
+    if first := experiment.dataset.check().first:
+        for call in experiment.graph.calls.values():
+            call.interface_impl.check_row(*first)
 
 
 def check_values(experiment: ResolvedExperiment) -> None:

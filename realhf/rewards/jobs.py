@@ -24,15 +24,31 @@ class Failure:
 
     @property
     def text(self) -> str:
-        prompt = " ".join(self.sample.prompt.split())
-        if len(prompt) > _SHOWN_CHARACTERS:
-            prompt = f"{prompt[:_SHOWN_CHARACTERS]}..."
-        where = f"step {self.sample.step + 1}, sample {self.sample.id}, prompt {prompt!r}"
+        where = f"step {self.sample.step + 1}, sample {self.sample.id}, prompt {self.question!r}"
         return f"reward {self.place} of {where}: {self.reason}"
+
+    @property
+    def question(self) -> str:
+        """The beginning of the row's own part of the prompt, on one line."""
+        text = " ".join(self.sample.question.split())
+        return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+    @property
+    def remedy(self) -> str:
+        change = "return a number" if self.kind == "none" else "correct the function"
+        return f"{change}, or let such samples count with --reward.on-error zero, or drop"
 
 
 class RewardError(Exception):
     """A sample has no reward, and the policy is to fail; or no reward process can be started."""
+
+
+class NoRewardError(RewardError):
+    """A sample has no reward, and the policy is to fail."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(f"{failure.text}; {failure.remedy}")
+        self.failure = failure
 
 
 class Job:
@@ -63,7 +79,7 @@ class Job:
             if not self._missing:
                 self._done.set()
         if isinstance(value, Failure) and self._is_strict:
-            self.fail(RewardError(f"{value.text}; correct the function, or set on_error to zero or drop"))
+            self.fail(NoRewardError(value))
 
     def fail(self, error: Exception) -> None:
         with self._lock:

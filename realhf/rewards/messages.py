@@ -7,9 +7,9 @@ import msgspec
 
 from realhf.rewards.signature import Sample
 
-Kind = Literal["exception", "time", "value", "count", "end"]
-"""Why a sample has no reward: the function raised, took too long, gave no reward, gave too many or too few, or its
-process ended."""
+Kind = Literal["exception", "time", "value", "none", "count", "end"]
+"""Why a sample has no reward: the function raised, took too long, returned something else than a reward, all functions
+returned None, a batch got too many or too few values, or the process ended."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ from typing import IO, Annotated, Literal
 
 from realhf.base.options import REWARD, Common, Option, Options
 from realhf.rewards.driver import Driver, Parts
-from realhf.rewards.jobs import Failure, Job, Part, RewardError
+from realhf.rewards.jobs import Failure, Job, NoRewardError, Part, RewardError
 from realhf.rewards.messages import Begin, Function, Value
 from realhf.rewards.signature import Sample
 
@@ -142,8 +142,8 @@ class RewardPool:
         """The scores of the samples, in their order; blocks until all are there. Threads may call it side by side.
 
         Raises:
-            RewardError: a function fails for a sample, or none gives it a reward, and `on_error` is "fail"; or the
-                processes cannot be started.
+            NoRewardError: a function fails for a sample, or none gives it a reward, and `on_error` is "fail".
+            RewardError: the processes cannot be started.
         """
         job = Job(self.functions, samples, is_strict=self.options.on_error == "fail")
         together = []
@@ -196,9 +196,9 @@ class RewardPool:
         if not has_reward:
             name, place = " and ".join(self.names), " and ".join(reward.place for reward in self.functions)
             reason = "no function gives this sample a reward (None)"
-            failures[name] = Failure(name, job.samples[index], "value", reason, place)
+            failures[name] = Failure(name, job.samples[index], "none", reason, place)
             if self.options.on_error == "fail":
-                raise RewardError(f"{failures[name].text}; return a number, or set on_error to zero or drop")
+                raise NoRewardError(failures[name])
         is_valid = not (failures and self.options.on_error == "drop")
         return Score(
             reward=total if is_valid else 0.0, is_valid=is_valid, values=values, failures=failures, seconds=seconds

@@ -47,7 +47,7 @@ _SHOWN_FRAMES = 3
 _OPEN_FILES = 65536
 # How often a thread looks whether a call is stuck, as a part of the time that a call may take.
 _LOOKS = 4
-_OWN_CODE = str(Path(realhf.__file__).parent)
+_OWN_CODE = f"{Path(realhf.__file__).parent}{os.sep}"
 
 
 def main(parent: int) -> None:

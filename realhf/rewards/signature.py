@@ -64,6 +64,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     row: dict[str, Any] = {}
 
+    @property
+    def question(self) -> str:
+        """The part of the prompt that is this row's own, without what a template puts around it: the last message of a
+        chat, else the longest text of the row that the prompt has, else all of the prompt."""
+        turns = [turn.get("content") for turn in self.messages or ()][-1:]
+        texts = [text for text in turns or self.row.values() if isinstance(text, str) and text.strip() in self.prompt]
+        return max(texts, key=len, default="") or self.prompt
+
 
 def batch(function: F) -> F:
     """Marks a function that takes lists although its parameters are `prompt`, `response` and names of columns."""

@@ -54,6 +54,10 @@ class RewardSource:
         return cls(module, function, 1.0 if weight is None else _weight(text, weight))
 
     @property
+    def asks_a_server(self) -> bool:
+        return self.module == READY and _call_of(self)[0] == "server"
+
+    @property
     def text(self) -> str:
         """The text that it was parsed from, without the weight and without secrets."""
         return without_secrets(f"{self.module}:{self.function}")

@@ -14,6 +14,8 @@ REWARDS = """\
 def correct(prompt, response, answer): return 1.0
 def asks(question, response): return 1.0
 def takes_nothing(): return 1.0
+def raises(response, answer): return float(response == answer["text"])
+def says(response): return "right"
 """
 GOOD = {
     "--model": "model",
@@ -96,6 +98,14 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     "a reward's import": ({"--reward": "imports.py:correct"}, "imports.py:1: .*No module named 'not_installed'"),
     "a reward's column": ({"--reward": "rewards.py:asks"}, r"asks \(rewards.py:2\) asks for 'question'.*rename"),
     "a reward's signature": ({"--reward": "rewards.py:takes_nothing"}, r"does not take the response; write it as"),
+    "a reward that raises": (
+        {"--reward": "rewards.py:raises", "--system": "Be brief."},
+        r"raises \(rewards.py:4\).*before the start.*prompt 'What is 0 \+ 0\?'.*TypeError.*rewards.py:4 in raises",
+    ),
+    "a reward of another type": (
+        {"--reward": "rewards.py:says"},
+        r"says \(rewards.py:5\).*it returned 'right' \(str\)",
+    ),
     "no model": ({"--model": None}, "no model came with one; give --model DIR"),
     "no such model": ({"--model": "nowhere"}, "model 'nowhere': no such directory; give a Hugging Face directory"),
     "a folder without a model": ({"--model": "nothing"}, "no checkpoint of a model is there; give a Hugging Face"),
@@ -116,9 +126,9 @@ def test_one_paragraph_says_what_to_do(
     """`realhf plan` refuses what `realhf run` does, in the same words."""
     monkeypatch.chdir(made)
     printed = refusal(capsys, grpo(changed))
-    [error] = (line for line in printed.splitlines() if line.startswith("error: "))
-    assert re.search(said, error)
-    assert printed.endswith(error + "\n")
+    [error] = re.findall(r"^error: .*\Z", printed, re.DOTALL | re.MULTILINE)
+    assert re.search(said, error, re.DOTALL)
+    assert "\n\n" not in error
     assert not (made / "run").exists()
     assert refusal(capsys, grpo({**changed, "--run-dir": None}, "plan")) == printed
 

@@ -1,11 +1,12 @@
 """Settings of rewards on texts."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from realhf.algorithms.text_reward.trial import try_rewards
 from realhf.api.script.config import ScriptCall
 from realhf.base.errors import UserError
 from realhf.rewards.pool import FunctionOptions
@@ -71,6 +72,12 @@ class TextReward(FunctionOptions, ScriptCall):
         this machine cannot keep programs in unit tests from."""
         load_rewards(self.rewards, columns)
         _print_notes(self.rewards)
+
+    def check_row(self, row: dict[str, Any], tokens: Mapping[str, Sequence[int]]) -> None:
+        """Calls the functions with the row and a made-up response, see `try_rewards`."""
+        prompt = tokens.get(dict(self.batch.columns).get("prompt", "prompt"))
+        if prompt is not None:  # of the data set, and not of another call
+            try_rewards(self.rewards, self.pool_options(1), self.tokenizer, row, prompt)
 
 
 @cache  # a launcher checks several graphs

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch import Tensor
 from realhf.algorithms.script.evaluate import Evaluation
 from realhf.algorithms.statistics import prefixed
 from realhf.algorithms.text_reward.config import TextReward
+from realhf.algorithms.text_reward.samples import sample_of
 from realhf.data.tokenizer import TextTokenizer
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model, Stats
@@ -21,8 +21,6 @@ from realhf.machine.host import read_host
 from realhf.rewards.jobs import RewardError
 from realhf.rewards.pool import FunctionOptions, RewardPool, Score
 from realhf.rewards.signature import Sample
-
-_CHAT_COLUMNS = ("prompt", "messages", "conversation", "conversations")
 
 
 class TextRewardInterface:
@@ -59,15 +57,14 @@ class TextRewardInterface:
         columns = (batch.ids, batch.data["prompt"], batch.data["seq"], context.rows(batch.ids))
         for id, prompt, seq, row in zip(*columns, strict=True):
             tokens = seq[len(prompt) :].tolist()
-            sample = Sample(
-                id=id,
-                step=context.step,
+            sample = sample_of(
+                row,
                 prompt=self._tokenizer.decode(prompt.tolist()),
                 response=self.response_text(tokens),
-                tokens=tuple(tokens) if self._pool.wants_tokens else (),
-                num_tokens=len(tokens),
-                messages=_messages(row),
-                row=row,
+                tokens=tokens,
+                with_tokens=self._pool.wants_tokens,
+                id=id,
+                step=context.step,
             )
             samples.append(sample)
         return samples
@@ -102,17 +99,6 @@ def statistics(names: Sequence[str], scores: Sequence[Score]) -> Stats:
 def _column(values: Sequence[float], device: torch.device) -> list[Tensor]:
     """[1] float32 for each value."""
     return list(torch.tensor(values, dtype=torch.float32, device=device).split(1))
-
-
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The prompt as a chat, where the row has one: all messages before the answer."""
-    if isinstance(row.get("prompt"), str):
-        return None
-    for name in (*_CHAT_COLUMNS, *row):
-        found = row.get(name)
-        if isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found):
-            return found[:-1] if found[-1]["role"] == "assistant" else found
-    return None
 
 
 @lru_cache(maxsize=8)  # a tokenizer takes a second to read

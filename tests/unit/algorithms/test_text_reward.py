@@ -15,6 +15,7 @@ from realhf.algorithms.text_reward import config as text_reward_config
 from realhf.algorithms.text_reward import interface
 from realhf.algorithms.text_reward.config import TextReward
 from realhf.algorithms.text_reward.interface import TextRewardInterface
+from realhf.algorithms.text_reward.samples import messages_of
 from realhf.api import inputs
 from realhf.base.errors import UserError
 from realhf.data import sort_task
@@ -37,6 +38,21 @@ def broken(response):
 def trl(prompts, completions, completion_ids, **kwargs):
     assert prompts[0][0]["role"] == "user", prompts
     return [len(ids) + (completion[0]["content"] == "abc") for completion, ids in zip(completions, completion_ids)]
+
+def raises(response):
+    raise ValueError("no letters")
+
+def words(response):
+    return "good"
+
+def nothing(response):
+    pass
+
+def counts(prompt, response, number):
+    print("called")
+    with open(__file__.replace("functions.py", "calls"), "a") as file:
+        print(prompt, response, number, sep="|", file=file)
+    return 1
 """
 
 
@@ -217,7 +233,7 @@ USER, ANSWER = {"role": "user", "content": "sort cab"}, {"role": "assistant", "c
     ],
 )
 def test_the_chat_of_a_row_is_all_before_the_answer(row: dict[str, Any], messages: Any) -> None:
-    assert interface._messages(row) == messages
+    assert messages_of(row) == messages
 
 
 def test_statistics_of_scores() -> None:
@@ -285,6 +301,48 @@ def test_notes_of_functions_are_printed_once(
     for _ in range(2):
         config.check_columns(["prompt", "number"])
     assert capsys.readouterr().err == "note: 1 functions\nnote: more\n"
+
+
+ROW = {"question": "What is 2 + 2?", "number": "4"}
+# The line of the function's file that raises, or of its definition.
+TRIED = {
+    "raises": ("raises (functions.py:15)", "ValueError: no letters\n  | functions.py:16 in raises: raise ValueError"),
+    "words": ("words (functions.py:18)", "it returned 'good' (str); return a float, an int, a bool"),
+    "nothing": ("nothing (functions.py:21)", "no function gives this sample a reward (None); return a number"),
+}
+
+
+@pytest.mark.parametrize(("function", "said"), TRIED.items(), ids=TRIED)
+def test_functions_are_tried_before_a_process_starts(
+    function: str, said: tuple[str, str], make: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A failure names the line of the function, and the row's own part of the prompt; or it is a note."""
+    prompt = {"prompt": sort_task.make_tokenizer().encode("cab>").ids}
+    with pytest.raises(UserError) as caught:
+        make(function).check_row(ROW, prompt)
+    place, reason = said
+    assert f"reward {place}, called before the start with the first row of the data" in str(caught.value)
+    assert reason in str(caught.value)
+    assert capfd.readouterr().err == ""
+    make(function, on_error="zero").check_row(ROW, prompt)
+    note = capfd.readouterr().err
+    assert note.startswith(f"note: reward {place}, called before the start")
+    assert note.endswith("; the run goes on, by --reward.on-error zero\n")
+
+
+def test_functions_that_work_are_tried_once_and_in_silence(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """A server is not asked before the start, and may have the reward that the others do not give. Without a prompt in
+    the data there is nothing to try."""
+    prompt = {"prompt": sort_task.make_tokenizer().encode("cab>").ids}
+    config = make("counts")
+    config.check_row(ROW, prompt)
+    [path] = config.read_files
+    assert Path(path).with_name("calls").read_text() == "cab>|0|4\n"
+    server = "ready:server(url='http://127.0.0.1:9')"
+    dataclasses.replace(make("nothing"), rewards=(*make("nothing").rewards, server)).check_row(ROW, prompt)
+    dataclasses.replace(config, rewards=(server,)).check_row(ROW, prompt)
+    make("raises").check_row(ROW, {"tokens": [3]})
+    assert capfd.readouterr() == ("", "")
 
 
 def test_columns_are_checked_before_a_process_starts(make: Any) -> None:

@@ -28,6 +28,29 @@ def test_a_failure_says_all_that_it_is_of(prompt: str, shown: str) -> None:
     assert failure.text == f"reward f (r.py:1) of step 3, sample 7, prompt {shown}: it returned nan"
 
 
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is\n2 + 2?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "shown"),
+    [
+        (
+            {"question": "What is 2 + 2?", "answer": "2", "id": 7, "solution": "so it is four"},
+            None,
+            "What is 2 + 2?",
+        ),
+        ({"messages": CHAT}, CHAT, "What is 2 + 2?"),
+        ({"solution": "four", "note": ""}, None, "system Be brief. user What is 2 + 2?"),
+    ],
+)
+def test_a_failure_shows_the_part_of_the_prompt_that_is_the_row_s(row: Any, messages: Any, shown: str) -> None:
+    """What a template puts before it is alike for all rows."""
+    prompt = "system\nBe brief.\nuser\nWhat is 2 + 2?\n" if messages is None else "Be brief. What is\n2 + 2?"
+    failure = Failure("f", sample(7, prompt=prompt, row=row, messages=messages), "value", "it returned nan", "f")
+    assert failure.question == shown
+    assert f"prompt {shown!r}: " in failure.text
+
+
 def test_a_job_names_its_function_and_its_sample() -> None:
     one = job()
     assert one.failure(1, 2, "end", "gone") == Failure("g", one.samples[2], "end", "gone", "g (r.py:9)")
@@ -70,7 +93,10 @@ def test_a_failure_is_the_end_of_a_strict_job_alone() -> None:
     assert strict.is_done
     with pytest.raises(RewardError) as caught:
         strict.wait(0)
-    assert str(caught.value) == f"{failure.text}; correct the function, or set on_error to zero or drop"
+    assert (
+        str(caught.value)
+        == f"{failure.text}; correct the function, or let such samples count with --reward.on-error zero, or drop"
+    )
 
 
 def test_a_job_raises_its_first_error() -> None:

@@ -129,7 +129,7 @@ def test_a_failure_that_ends_the_run(function: str) -> None:
     text = str(caught.value)
     assert words in text
     assert "sample 2" in text
-    assert "set on_error to zero or drop" in text
+    assert "--reward.on-error zero, or drop" in text
 
 
 @pytest.mark.parametrize("function", HANGS)

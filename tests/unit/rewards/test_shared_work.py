@@ -11,7 +11,7 @@ import pytest
 from realhf.base.errors import UserError
 from realhf.rewards import pool as module
 from realhf.rewards.jobs import Failure, Job, RewardError
-from realhf.rewards.messages import Begin, Function, Value
+from realhf.rewards.messages import Begin, Function, Kind, Value
 from realhf.rewards.pool import FunctionOptions, RewardPool, Score
 from tests.unit.rewards.samples import of
 
@@ -229,7 +229,8 @@ def scored(drivers: Drivers, on_error: Any, *row: Any) -> Score:
 
 
 def failure(name: str, reason: str) -> Failure:
-    return Failure(name, of("ab")[1], "value", reason, PLACES.get(name, "one (r.py) and two (r.py)"))
+    kind: Kind = "none" if reason == NO_REWARD else "value"
+    return Failure(name, of("ab")[1], kind, reason, PLACES.get(name, "one (r.py) and two (r.py)"))
 
 
 NO_REWARD = "no function gives this sample a reward (None)"
@@ -263,7 +264,9 @@ def test_a_sample_without_a_reward_is_an_error_of_the_run(drivers: Drivers) -> N
     with pytest.raises(RewardError) as caught:
         scored(drivers, "fail", None, None)
     told = failure("one and two", NO_REWARD).text
-    assert str(caught.value) == f"{told}; return a number, or set on_error to zero or drop"
+    assert (
+        str(caught.value) == f"{told}; return a number, or let such samples count with --reward.on-error zero, or drop"
+    )
 
 
 @pytest.mark.parametrize(("on_error", "treated"), [("zero", "counts as 0"), ("drop", "the sample is dropped")])
