@@ -34,6 +34,7 @@ from realhf.cli.plan_tables import (
 )
 from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.request import experiment_of
+from realhf.planning.clusters import crowded_text
 from realhf.planning.explain.comparison import Comparison, compare, describe, solve_cases, summary
 from realhf.planning.planner import given_plan, search_for, tasks_of
 from realhf.planning.problem.builder import build_problem
@@ -81,6 +82,8 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     [task] = tasks.values()
     out.say(setting_text(task))
+    if crowded := crowded_text(task.cluster.hardware, task.cluster.devices_per_node):
+        out.say(crowded)
     lacking = case.unlike(experiment.setups.values())
     if lacking:
         out.say(

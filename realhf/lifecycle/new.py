@@ -23,7 +23,7 @@ from realhf.machine.gpus import visible_gpus
 from realhf.machine.host import read_host
 from realhf.master.trackers import check_trackers
 from realhf.models.hugging_face_files import check_checkpoint
-from realhf.planning.clusters import hardware_text
+from realhf.planning.clusters import crowded_text, hardware_text
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.hardware import GIB, in_gib
 from realhf.planning.model.measured import network_text
@@ -175,8 +175,8 @@ def data_lines(run: Run) -> list[str]:
 
 def hardware_lines(run: Run, given: Path | None) -> list[str]:
     """The hardware that the run is planned for, the memory it will need and the step it will take, and warnings: it
-    counts on more memory than there is; the plan in the file `given` comes from elsewhere, or needs more memory than
-    the devices have."""
+    counts on more cores or memory than there is; the plan in the file `given` comes from elsewhere, or needs more
+    memory than the devices have."""
     hardware, workers = run.spec.hardware, run.spec.num_workers
     if hardware is None:
         return []
@@ -189,6 +189,8 @@ def hardware_lines(run: Run, given: Path | None) -> list[str]:
     if needs:
         step = f", a step of {run.plan.predicted_step_s:.3g} s" if run.plan.predicted_step_s else ""
         lines.append(f"predicted: at most {in_gib(max(needs) * GIB)} of the {in_gib(each * GIB)} of a device{step}")
+    if crowded := crowded_text(hardware, per_node):
+        lines.append(crowded)
     if hardware.host_cores is not None and workers * each > there:
         lines.append(
             f"warning: {workers} workers with {each:.1f} GiB each count on more than this machine's {there:.1f}"

@@ -265,7 +265,7 @@ def test_the_example_trains_under_two_workers(folder: Path) -> None:
 def test_the_plan_of_the_first_page_is_what_its_command_prints(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All but its speed and this machine's memory. What plans.md quotes is a line of it."""
+    """All but its speed, and this machine's memory and cores. What plans.md quotes is a line of it."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))  # without what other commands have measured
     command = "realhf plan experiments/ppo.py --num-workers 4"
     readme = Document(ROOT / "README.md")
@@ -274,7 +274,7 @@ def test_the_plan_of_the_first_page_is_what_its_command_prints(
     monkeypatch.chdir(folder)
     assert cli.main([*shlex.split(command)[1:], "--evaluations", "60000"]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    of_this_machine = re.compile(r"GiB|plans evaluated at")
+    of_this_machine = re.compile(r"GiB|plans evaluated at|workers share \d+ cores")
     assert [line for line in shown if not of_this_machine.search(line)] == [
         line for line in printed if not of_this_machine.search(line)
     ]

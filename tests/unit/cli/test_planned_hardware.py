@@ -17,8 +17,8 @@ from realhf.launch.process import job_of
 from realhf.lifecycle.new import hardware_lines, new_run
 from realhf.lifecycle.replan import planned_task
 from realhf.machine import host
-from realhf.planning.clusters import cluster_of, hardware_text
-from realhf.planning.here import COUNTED_OF_GPU, hardware_here
+from realhf.planning.clusters import cluster_of, crowded_text, hardware_text
+from realhf.planning.here import COUNTED_OF_GPU, cpu_hardware, divided, hardware_here
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description, load_hardware
 from realhf.planning.model.hardware import GIB, in_gib
@@ -165,6 +165,25 @@ def test_more_memory_than_the_machine_has_is_warned_of():
     assert hardware_lines(run, None)[2:] == [
         "warning: 2 workers with 17.0 GiB each count on more than this machine's 33.0"
     ]
+
+
+def test_more_workers_than_cores_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By both commands. 8 workers have a core each."""
+    ends = "and times are predicted as with a core for each thread: a step takes longer than predicted"
+    for num_workers in (8, 9):
+        words = ("experiments/ppo.py", "--num-workers", str(num_workers), "--plan", SINGLE)
+        assert main(["plan", *words]) == 0
+        warned = [f"warning: 9 workers share 8 cores, {ends}; give --num-workers 8 or fewer"][: num_workers - 8]
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in printed if "cores, and times" in line] == warned
+        assert hardware_lines(new_run(request_of(*words, "--steps", "3")), None)[2:] == warned
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    shared = divided(cpu_hardware(host.read_host()), 3)
+    warning = f"warning: 3 workers of 3 threads share 8 cores, {ends}; give --num-workers 2 or fewer"
+    assert crowded_text(shared, 3) == warning
+    assert crowded_text(load_hardware("h100"), 64) is None
 
 
 def test_a_given_plan_that_does_not_fit_or_is_of_elsewhere_is_told(tmp_path):
