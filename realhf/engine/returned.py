@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from realhf.dataflow.interface import RESERVED_STATISTICS, SampleDType
-from realhf.engine.interface import CallResult, Stats
+from realhf.engine.interface import CallResult, Notes, Stats
 
 SAMPLE_DTYPES = tuple(getattr(torch, name) for name in get_args(SampleDType))
 
@@ -55,7 +55,7 @@ def check_result(
         if key in declared or key in recorded:
             check_column(f"output {key!r}", values, ids, finite=key in declared)
             taken[key] = [value.detach() for value in values]
-    return CallResult(outputs=taken, stats=check_stats(result.stats))
+    return CallResult(outputs=taken, stats=check_stats(result.stats), notes=check_notes(result.notes, ids))
 
 
 def check_columns(columns: Any, ids: Sequence[int], *, finite: bool) -> dict[str, list[Tensor]]:
@@ -109,6 +109,21 @@ def check_stats(stats: Any) -> Stats:
             )
         checked[name] = (float(pair[0]), float(pair[1]))
     return checked
+
+
+def check_notes(notes: Any, ids: Sequence[int]) -> Notes:
+    """The checked values beside samples. Raises InterfaceError."""
+    for sample, named in _checked_dict(notes, "the notes are", "values by name, by sample").items():
+        values = _checked_dict(named, f"the notes of sample {sample!r} are", "values by name")
+        if sample not in ids:
+            raise InterfaceError(f"the notes have sample {sample!r}, which is none of the call's: {_listed(ids)}")
+        for name, value in values.items():
+            if not isinstance(name, str) or not isinstance(value, bool | int | float | str | None):
+                raise InterfaceError(
+                    f"the notes of sample {sample} have {name!r}: {_shown(value)}, must be a text, a number, a bool or "
+                    "None under a text; give str(...) of it"
+                )
+    return dict(notes)
 
 
 def check_state(state: Any) -> dict[str, float]:

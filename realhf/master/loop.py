@@ -113,6 +113,7 @@ class PlannedGraph:
     batch_size: samples a step.
     rows: the rows of the data set, for the lengths of its sequences.
     versions: the version of its parameters that a model uses in a step; None: the graph's rule.
+    trained_steps: of an evaluation, the training steps before it.
     devices_per_node: None if all devices are on one node.
     """
 
@@ -124,6 +125,7 @@ class PlannedGraph:
     rows: DatasetRows | None = None
     offload: tuple[str, ...] = ()
     versions: Callable[[str, int], int] | None = None
+    trained_steps: int = 0
     devices_per_node: int | None = None
 
     def samples(self, step: int) -> int:
@@ -309,7 +311,7 @@ class Dispatcher:
             await self._moves.prepare(node, definition.model_name, layout, devices, movers, request, message)
         parts = _parts(planned, definition, node.step, directory)
         assert parts is not None, "its inputs have been made"
-        await self._send_call(node, batch, definition, plan, parts, version)
+        await self._send_call(planned, node, parts)
         if is_copy:
             for worker in layout.mesh.devices:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
@@ -364,15 +366,9 @@ class Dispatcher:
                     message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
                     await self._send(worker, message)
 
-    async def _send_call(
-        self,
-        node: Node,
-        batch: BatchKey,
-        definition: ModelFunctionCallDef,
-        plan: CallPlan,
-        parts: Partition,
-        version: int,
-    ) -> None:
+    async def _send_call(self, planned: PlannedGraph, node: Node, parts: Partition) -> None:
+        definition, plan = planned.graph.calls[node.call], planned.calls[node.call]
+        batch, version = BatchKey(planned.split, node.step), planned.version(node)
         layout, collected = plan.layout, frozenset(definition.protocol.collect(plan.layout))
         deadline_s = self._deadlines.of(plan.predicted_s)
         thread: Thread = "beside" if definition.runs_beside else "calls"
@@ -402,6 +398,7 @@ class Dispatcher:
                     version=version,
                     decode_graphs=plan.compute.decode_graphs,
                     state=self.states.get(node.call, {}) if batch.split == "train" else {},
+                    trained_steps=planned.trained_steps,
                 ),
             )
 

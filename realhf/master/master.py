@@ -312,7 +312,7 @@ class Master:
         planned = PlannedGraph(
             "evaluation", graph, calls, run.homes, rows.batch_size, rows, run.plan.offload,
             versions=lambda model, _: run.experiment.graph.weights_version(model, step),
-            devices_per_node=run.spec.devices_per_node,
+            trained_steps=step, devices_per_node=run.spec.devices_per_node,
         )  # fmt: skip
         order = [(call, batch) for batch in range(rows.batches) for call in graph.calls]
         stats: list[Sums] = []

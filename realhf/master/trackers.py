@@ -50,10 +50,11 @@ class TensorBoard:
 
 def _markdown(sample: Sample) -> str:
     """The texts as blocks that Markdown leaves as they are."""
-    blocks = ("".join(f"    {line}\n" for line in text.split("\n")) for text in (sample.prompt, sample.response))
-    prompt, response = blocks
+    texts = {"prompt": sample.prompt, "response": sample.response, **(sample.notes or {})}
+    blocks = ("".join(f"    {line}\n" for line in str(text).split("\n")) for text in texts.values())
     reward = "none" if sample.reward is None else f"{sample.reward:.4g}"
-    return f"**sample {sample.sample}, reward {reward}**\n\nprompt\n\n{prompt}\nresponse\n\n{response}"
+    parts = (f"{name}\n\n{block}" for name, block in zip(texts, blocks, strict=True))
+    return "\n".join([f"**sample {sample.sample}, reward {reward}**\n", *parts])
 
 
 class WeightsAndBiases:
@@ -70,8 +71,11 @@ class WeightsAndBiases:
     def write_samples(self, name: str, step: int, samples: Sequence[Sample]) -> None:
         import wandb
 
-        rows = [[sample.sample, sample.prompt, sample.response, sample.reward] for sample in samples]
-        table = wandb.Table(columns=["sample", "prompt", "response", "reward"], data=rows)
+        noted = list(dict.fromkeys(name for sample in samples for name in sample.notes or {}))
+        rows = [
+            [s.sample, s.prompt, s.response, s.reward, *((s.notes or {}).get(name) for name in noted)] for s in samples
+        ]
+        table = wandb.Table(columns=["sample", "prompt", "response", "reward", *noted], data=rows)
         self._run.log({name: table}, step=step)
 
     def close(self) -> None:

@@ -3,6 +3,8 @@
 from realhf.base.shown import visible
 from realhf.rundir.samples import Sample
 
+LONGEST_NOTE = 120
+
 
 def with_ends(text: str) -> str:
     """The text without characters that act (`visible`); its last line breaks, which could not be seen, are marked."""
@@ -21,5 +23,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def heading(sample: Sample) -> str:
-    """Such as "sample 17, reward 0.5"."""
-    return f"sample {sample.sample}, reward {'none' if sample.reward is None else f'{sample.reward:.4g}'}"
+    """For example "sample 17, reward 0.5"; with notes "sample 17, reward 0.5, last number 42"."""
+    head = f"sample {sample.sample}, reward {'none' if sample.reward is None else f'{sample.reward:.4g}'}"
+    notes = (f"{name} {value}" for name, value in (sample.notes or {}).items())
+    return ", ".join([head, *(visible(" ".join(one.split()))[:LONGEST_NOTE] for one in notes)])

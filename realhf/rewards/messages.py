@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from realhf.rewards.noted import Scalar
 from realhf.rewards.signature import Sample
 
 Kind = Literal["exception", "time", "value", "none", "count", "end"]
@@ -56,12 +57,15 @@ class NotLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Value(msgspec.Struct, frozen=True, tag=True):
-    """The reward of one sample: `place` among those of the work."""
+    """The reward of one sample: `place` among those of the work. `metrics` and `extra` are logged
+    by its call: numbers of the call by name, and values of the sample by column."""
 
     work: int
     place: int
     value: float | None
     seconds: float
+    metrics: dict[str, float] = {}
+    extra: dict[str, Scalar] = {}
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -6,13 +6,14 @@ import queue
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Annotated, Literal
 
 from realhf.base.options import REWARD, Common, Option, Options
 from realhf.rewards.driver import Driver, Parts
 from realhf.rewards.jobs import Failure, Job, NoRewardError, Part, RewardError
 from realhf.rewards.messages import Begin, Function, Value
+from realhf.rewards.noted import Scalar
 from realhf.rewards.signature import Sample
 
 logger = logging.getLogger("realhf.rewards")
@@ -78,6 +79,8 @@ class Score:
     values: by function its value, None for no reward or a failure.
     failures: by function its failure.
     seconds: of all functions together, as their processes measured them.
+    metrics: (sum, weight) by name of what the functions logged in the calls that the sample was in; extra: by column
+        the values that they logged for it.
     """
 
     reward: float
@@ -85,6 +88,8 @@ class Score:
     values: dict[str, float | None]
     failures: dict[str, Failure]
     seconds: float
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    extra: dict[str, Scalar] = field(default_factory=dict)
 
 
 class RewardPool:
@@ -184,11 +189,17 @@ class RewardPool:
     def _score(self, job: Job, index: int) -> Score:
         values: dict[str, float | None] = {}
         failures: dict[str, Failure] = {}
+        metrics: dict[str, tuple[float, float]] = {}
+        extra: dict[str, Scalar] = {}
         total, seconds, has_reward = 0.0, 0.0, False
         for reward, row in zip(self.functions, job.values, strict=True):
             match row[index]:
-                case Value(value=value, seconds=taken):
+                case Value(value=value, seconds=taken) as answer:
                     values[reward.name], seconds = value, seconds + taken
+                    extra |= answer.extra
+                    for name, number in answer.metrics.items():
+                        sum_, weight = metrics.get(name, (0.0, 0.0))
+                        metrics[name] = (sum_ + number, weight + 1)
                     if value is not None:
                         total, has_reward = total + reward.weight * value, True
                 case Failure() as failure:
@@ -201,7 +212,13 @@ class RewardPool:
                 raise NoRewardError(failures[name])
         is_valid = not (failures and self.options.on_error == "drop")
         return Score(
-            reward=total if is_valid else 0.0, is_valid=is_valid, values=values, failures=failures, seconds=seconds
+            reward=total if is_valid else 0.0,
+            is_valid=is_valid,
+            values=values,
+            failures=failures,
+            seconds=seconds,
+            metrics=metrics,
+            extra=extra,
         )
 
     def _report(self, scores: Sequence[Score]) -> None:

@@ -38,7 +38,7 @@ from realhf.rewards.messages import (
     Work,
     frame,
 )
-from realhf.rewards.signature import Sample
+from realhf.rewards.noted import Noted
 from realhf.rewards.sources import Reward, load_rewards
 from realhf.rewards.values import BadValueError, as_reward, as_rewards
 
@@ -145,16 +145,17 @@ class _Server:
         """Scores samples by one call on the main thread, and those of a batch that raised by one call each."""
         reward = self._rewards[work.reward]
         self._now = now = _Now(work, places)
+        noted = Noted([work.samples[place] for place in places])
         try:
-            outcome: Any = reward.function(**reward.signature.arguments([work.samples[place] for place in places]))
+            outcome: Any = reward.function(**reward.signature.arguments(noted.samples, noted.arguments))
         except BaseException as error:
             outcome = _Raised(error)
-        is_for_each = self._reply(work, places, outcome, now.since_s)
+        is_for_each = self._reply(work, places, outcome, now.since_s, noted)
         self._now = None
         for place in places if is_for_each else ():
             self._score(work, (place,))
 
-    def _reply(self, work: Work, places: Sequence[int], outcome: Any, start_s: float) -> bool:
+    def _reply(self, work: Work, places: Sequence[int], outcome: Any, start_s: float, noted: Noted) -> bool:
         """Sends the scores of samples, or their failure. True: a batch raised, and each of its samples is to be scored
         by itself, so that only those are blamed that raise alone."""
         signature, seconds = self._rewards[work.reward].signature, time.monotonic() - start_s
@@ -171,13 +172,14 @@ class _Server:
                 return True
             self._send(Failed(work.number, list(places), kind, text, seconds))
             return False
-        for place, value in zip(places, values, strict=True):
+        for i, (place, value) in enumerate(zip(places, values, strict=True)):
             try:
                 number = as_reward(value, signature.style)
             except BaseException as error:
                 self._send(Failed(work.number, [place], *_kind_and_text(error), seconds / len(places)))
             else:
-                self._send(Value(work.number, place, number, seconds / len(places)))
+                each_s = seconds / len(places)
+                self._send(Value(work.number, place, number, each_s, noted.metrics, noted.extra(i)))
         return False
 
     # --- async functions
@@ -204,17 +206,18 @@ class _Server:
     async def _score_async(self, work: Work, places: Sequence[int]) -> None:
         """As `_score`, in the loop."""
         reward, start_s = self._rewards[work.reward], time.monotonic()
+        noted = Noted([work.samples[place] for place in places])
         try:
-            outcome: Any = await self._call(reward, [work.samples[place] for place in places])
+            outcome: Any = await self._call(reward, noted)
         except BaseException as error:
             outcome = _Raised(error)
-        if self._reply(work, places, outcome, start_s):
+        if self._reply(work, places, outcome, start_s, noted):
             await asyncio.gather(*(self._score_async(work, (place,)) for place in places))
 
-    async def _call(self, reward: Reward, samples: Sequence[Sample]) -> Any:
+    async def _call(self, reward: Reward, noted: Noted) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                return await reward.function(**reward.signature.arguments(samples))
+                return await reward.function(**reward.signature.arguments(noted.samples, noted.arguments))
         except TimeoutError as error:
             if limit.expired():
                 raise _TooLongError from error

@@ -30,7 +30,7 @@ _FORMS: Mapping[str, tuple[Style, bool]] = {
 _GIVEN: Mapping[tuple[Style, bool], tuple[str, ...]] = {
     ("texts", False): ("prompt", "response", "completion", "response_length"),
     ("texts", True): ("prompts", "responses", "response_lengths"),
-    ("trl", True): ("prompts", "completions", "completion_ids"),
+    ("trl", True): ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
     ("verl", False): ("data_source", "solution_str", "ground_truth", "extra_info"),
     ("verl", True): ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
 }
@@ -48,7 +48,8 @@ _VERL_COLUMNS: Mapping[str, tuple[str, ...]] = {
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """A response with its prompt, tokens and row, as reward functions see it.
 
-    id, step: of the sample in the run; step counts from 0, and messages count from 1.
+    id, step: of the sample in the run; step counts from 0, and messages count from 1. In an evaluation `step` is that
+        which comes next. `steps`: those of the whole run.
     prompt, response: texts. `tokens` are those of the response where a function asks for them, `num_tokens` their
         number where it differs.
     messages: the prompt as a chat, where the data are chats.
@@ -57,6 +58,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     step: int
+    steps: int = 0
     prompt: str
     response: str
     tokens: tuple[int, ...] = ()
@@ -108,15 +110,19 @@ class Signature:
         """Whether it is to have the tokens of responses."""
         return "completion_ids" in self.given and (self.takes_rest or "completion_ids" in self.required + self.optional)
 
-    def arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The keyword arguments of a call: lists in a batch, else the values of the only sample."""
+    def arguments(self, samples: Sequence[Sample], of_call: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The keyword arguments of a call: lists in a batch, else the values of the only sample; in TRL's form also
+        those of the whole call, `of_call` by name (`realhf.rewards.noted`)."""
         assert self.is_batch or len(samples) == 1, f"{len(samples)} samples for a function of one"
         each = [self._arguments(sample) for sample in samples]
         if not self.is_batch:
             return each[0]
         # A column that some rows lack is None there; one that no row has keeps the parameter's default.
         names = dict.fromkeys(name for one in each for name in one)
-        return {name: [one.get(name) for one in each] for name in names}
+        arguments: dict[str, Any] = {name: [one.get(name) for one in each] for name in names}
+        taken = of_call if of_call and self.style == "trl" else {}
+        named = self.required + self.optional
+        return arguments | {name: value for name, value in taken.items() if self.takes_rest or name in named}
 
     def _arguments(self, sample: Sample) -> dict[str, Any]:
         given = {name: value for name, value in _values(sample, self.style).items() if name in self.given}

@@ -30,7 +30,7 @@ def as_reward(value: Any, style: Style = "texts") -> float | None:
         value = value["score"]
     if value is None:
         return None
-    number = _number(value)
+    number = as_number(value)
     if not math.isfinite(number):
         raise BadValueError(f"it returned {number}; return a finite number, or None for no reward")
     return number
@@ -43,7 +43,7 @@ def as_rewards(values: Any, count: int, style: Style) -> list[Any]:
         BadValueError: it is no list of as many.
     """
     if inspect.iscoroutine(values):
-        _number(values)
+        as_number(values)
     is_array = hasattr(values, "tolist") and getattr(values, "ndim", None) == 1
     values = values.tolist() if is_array else values
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
@@ -63,7 +63,8 @@ def shown(value: Any) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def _number(value: Any) -> float:
+def as_number(value: Any) -> float:
+    """The number that `value` is, finite or not. Raises BadValueError if it is none."""
     if inspect.iscoroutine(value):
         value.close()  # else Python warns of it later, in another place
         raise BadValueError("it returned a coroutine; declare it with `async def`")

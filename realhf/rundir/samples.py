@@ -23,6 +23,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     step: from 1; 0 is an evaluation before training.
     sample: the place in the step's batch (of an evaluation: in its data set).
     reward: None where the sample has none.
+    notes: what calls note of it by name: the columns of `log_extra`.
     """
 
     step: Step
@@ -31,6 +32,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     response: str
     reward: float | None = None
+    notes: dict[str, bool | int | float | str | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True)

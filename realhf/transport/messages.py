@@ -133,7 +133,7 @@ class CallFunction(Message, frozen=True, kw_only=True):
 
     `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `decode_graphs`: how long
     they live by the plan; `state` has the numbers that the call left in the step before
-    (`realhf.engine.interface.Context.state`).
+    (`realhf.engine.interface.Context.state`); `trained_steps`: of an evaluation, the training steps before it.
     """
 
     request_id: int
@@ -145,6 +145,7 @@ class CallFunction(Message, frozen=True, kw_only=True):
     version: int
     decode_graphs: GraphLife | None = None
     state: dict[str, float] = {}
+    trained_steps: Count = 0
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -213,12 +214,14 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's response to a prompt, for people: sample `sample` of the batch as texts, with its reward."""
+    """A model's response to a prompt, for people: sample `sample` of the batch as texts, with its reward, and what else
+    a call notes of it."""
 
     sample: Count
     prompt: str
     response: str
     reward: float | None
+    notes: dict[str, bool | int | float | str | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Reply(Message, frozen=True, kw_only=True):

@@ -73,6 +73,8 @@ class CallContext:
     step: int
     share: BatchShare
     batch_size: int
+    steps_made: int = 0
+    steps: int = 0
     samples_per_prompt: int = 1
     micro_batches: int = 1
     decode_graphs: GraphLife | None = None

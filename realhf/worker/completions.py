@@ -1,13 +1,14 @@
 """Completions for people: a few samples of each step as texts, with the rewards that a call has just given them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
-from torch import Tensor
+import msgspec
 
 from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.engine.batch import Batch
+from realhf.engine.interface import CallResult
 from realhf.transport.messages import BatchKey, Completion
 
 MOST_CHARACTERS = 20_000  # in a text
@@ -26,7 +27,7 @@ def completions(
     call: ModelFunctionCallDef,
     batch: BatchKey,
     data: Sequence[Batch],
-    outputs: Mapping[str, list[Tensor]],
+    result: CallResult,
     rows: DatasetRows,
     number: int,
 ) -> tuple[Completion, ...]:
@@ -35,13 +36,13 @@ def completions(
     The prompt is the data set's column `prompt`. Texts have their special tokens, and lose their
     middle where they are long.
     """
-    if number == 0 or "seq" not in call.input_data or "reward" not in outputs:
+    if number == 0 or "seq" not in call.input_data or "reward" not in result.outputs:
         return ()
     wanted = set(shown_samples(batch, rows.samples(batch.step), number))
     ids, sequences = [sample for part in data for sample in part.ids], list(chain(*(part.data["seq"] for part in data)))
     shown = [
         (sample, sequence.tolist(), reward)
-        for sample, sequence, reward in zip(ids, sequences, outputs["reward"], strict=True)
+        for sample, sequence, reward in zip(ids, sequences, result.outputs["reward"], strict=True)
         if sample in wanted
     ]
     prompts = [row.get("prompt") for row in rows.tokens(batch.step, [sample for sample, _, _ in shown])]
@@ -51,6 +52,7 @@ def completions(
             prompt=_shortened(rows.text(prompt)),
             response=_shortened(rows.text(sequence[len(prompt) :])),
             reward=float(reward) if reward.numel() == 1 else None,
+            notes=result.notes.get(sample, msgspec.UNSET),
         )
         for (sample, sequence, reward), prompt in zip(shown, prompts, strict=True)
         if prompt is not None

@@ -16,6 +16,7 @@ from realhf.data.rows import rows_of
 from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelInterfaceType, Split
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch
+from realhf.engine.interface import CallResult
 from realhf.geometry.layout import Layout
 from realhf.models.checkpoint import snapshot
 from realhf.parallel.collectives import traffic
@@ -221,7 +222,7 @@ class ModelWorker:
             outputs=self._keep(request, definition, result.outputs),
             stats=result.stats,
             state=context.state,
-            completions=self._completions(request, definition, mini_batches, result.outputs),
+            completions=self._completions(request, definition, mini_batches, result),
             tokens=(model.tokens_processed - tokens_before) // definition.passes,
         )
 
@@ -245,7 +246,7 @@ class ModelWorker:
                 outputs=described,
                 stats=result.stats,
                 state=context.state,
-                completions=self._completions(request, definition, inputs, result.outputs),
+                completions=self._completions(request, definition, inputs, result),
             )
 
         self._beside.start(BesideCall(request.request_id, what, run))
@@ -257,6 +258,8 @@ class ModelWorker:
             step=request.batch.step,
             share=batch_share(definition, request.layout, self._groups),
             batch_size=self._readers[split].samples(request.batch.step),
+            steps_made=request.batch.step if split == "train" else request.trained_steps,
+            steps=self._run.experiment.steps,
             samples_per_prompt=self._graphs[split].samples_per_prompt,
             micro_batches=request.micro_batches,
             decode_graphs=request.decode_graphs,
@@ -274,11 +277,11 @@ class ModelWorker:
         request: CallFunction,
         definition: ModelFunctionCallDef,
         data: Sequence[Batch],
-        outputs: dict[str, list[Tensor]],
+        result: CallResult,
     ) -> tuple[Completion, ...]:
         batch, number = request.batch, self._run.spec.samples
         with self._reading:
-            return completions(definition, batch, data, outputs, self._readers[batch.split], number)
+            return completions(definition, batch, data, result, self._readers[batch.split], number)
 
     def _collect(self, request: CallFunction, definition: ModelFunctionCallDef) -> Span | None:
         """Waits for the inputs that are on their way here; returns that wait, if there was one."""

@@ -42,6 +42,17 @@ def test_the_functions_of_the_page(folder: Path) -> None:
     assert list(wrong.values.values()) == [0, None, 0, 0, 0, 0]
 
 
+def test_what_a_function_logs(folder: Path) -> None:
+    row = {"answer": "4"}
+    texts = enumerate(["4", "no idea"])
+    samples = [Sample(id=i, step=5, steps=10, prompt="2 + 2?", response=text, row=row) for i, text in texts]
+    with contextlib.closing(RewardPool(["logging_reward.py:brief"], FunctionOptions(timeout_s=600))) as pool:
+        right, wrong = pool.score(samples)
+    assert (right.reward, wrong.reward) == pytest.approx((1 - 0.0005, -0.0035))
+    assert right.metrics == wrong.metrics == {"share right": (0.5, 1)}
+    assert (right.extra, wrong.extra) == ({"letters": 1}, {"letters": 7})
+
+
 def test_the_call_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     module = importlib.import_module("text_reward")

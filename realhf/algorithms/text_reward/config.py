@@ -22,7 +22,7 @@ class TextReward(FunctionOptions, ScriptCall):
 
     Statistics: `reward_total` (the mean reward of the samples that count), `reward_NAME` for each function (the mean of
     the values that it gave), `reward_failures` (the share of samples for which a function failed) and `reward_seconds`
-    (of all functions, a sample), with `prefix` in front of them.
+    (of all functions, a sample), and what functions of TRL's form log (`log_metric`), with `prefix` in front of them.
     """
 
     implementation: ClassVar[str] = "realhf.algorithms.text_reward.interface:TextRewardInterface"

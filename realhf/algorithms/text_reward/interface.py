@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.algorithms.script.evaluate import Evaluation
-from realhf.algorithms.statistics import prefixed
+from realhf.algorithms.statistics import add_stats, prefixed
 from realhf.algorithms.text_reward.config import TextReward
 from realhf.algorithms.text_reward.samples import sample_of
 from realhf.data.tokenizer import TextTokenizer
@@ -49,7 +49,9 @@ class TextRewardInterface:
         columns = ([score.reward for score in scores], [float(score.is_valid) for score in scores])
         outputs = {key: _column(values, device) for key, values in zip(config.output_data, columns, strict=False)}
         return CallResult(
-            outputs=outputs, stats=evaluation.stats | prefixed(config.prefix, statistics(pool.names, scores))
+            outputs=outputs,
+            stats=evaluation.stats | prefixed(config.prefix, statistics(pool.names, scores)),
+            notes={id: score.extra for id, score in zip(batch.ids, scores, strict=True) if score.extra},
         )
 
     def _samples(self, batch: Batch, context: Context) -> list[Sample]:
@@ -64,7 +66,8 @@ class TextRewardInterface:
                 tokens=tokens,
                 with_tokens=self._pool.wants_tokens,
                 id=id,
-                step=context.step,
+                step=context.steps_made,
+                steps=context.steps,
             )
             samples.append(sample)
         return samples
@@ -93,7 +96,8 @@ def statistics(names: Sequence[str], scores: Sequence[Score]) -> Stats:
     for name in names:
         values = [value for score in scores if (value := score.values.get(name)) is not None]
         stats[f"reward_{name}"] = (sum(values), len(values))
-    return stats
+    logged = add_stats([score.metrics for score in scores])
+    return logged | stats
 
 
 def _column(values: Sequence[float], device: torch.device) -> list[Tensor]:

@@ -108,6 +108,8 @@ class SingleContext:
 
     seed: int = 0
     step: int = 0
+    steps_made: int = 0
+    steps: int = 0
     micro_batches: int = 1
     decode_graphs: GraphLife | None = None
     holds_outputs: bool = True

@@ -35,6 +35,11 @@ def broken(response):
         raise ValueError("not ab")
     return None if response == "" else 2
 
+def logging(completions, trainer_state, log_metric, log_extra, **kwargs):
+    log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
+    log_extra("letters", [len(one) for one in completions])
+    return [1.0] * len(completions)
+
 def trl(prompts, completions, completion_ids, **kwargs):
     assert prompts[0][0]["role"] == "user", prompts
     return [len(ids) + (completion[0]["content"] == "abc") for completion, ids in zip(completions, completion_ids)]
@@ -60,6 +65,8 @@ def counts(prompt, response, number):
 class RowContext(SingleContext):
     row: dict[str, Any] = field(default_factory=dict)
     step: int = 4
+    steps_made: int = 4
+    steps: int = 20
 
     def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         return [{"number": id, **self.row} for id in ids]
@@ -117,6 +124,14 @@ def test_a_failure_names_step_and_sample(make: Any) -> None:
     interface = TextRewardInterface(make("broken"))
     with pytest.raises(InterfaceError, match=r"broken \(functions.py:6\) of step 5, sample 4, prompt 'cab>'.*not ab"):
         interface.inference(None, rollouts("abc.", "ab"), RowContext())  # type: ignore[arg-type]
+
+
+def test_what_a_function_logs(make: Any) -> None:
+    batch = rollouts("abc.", "ab")
+    result = TextRewardInterface(make("logging", prefix="first")).inference(None, batch, RowContext())  # type: ignore[arg-type]
+    assert result.stats["first_progress"] == (2 * 4 / 20, 2)
+    taken = check_result(result, batch.ids, declared={"reward"}, recorded=(), holds_outputs=True)
+    assert taken.notes == {3: {"letters": 3}, 4: {"letters": 2}}
 
 
 @pytest.mark.parametrize(("policy", "total"), [("zero", (4, 4)), ("drop", (4, 2))])
@@ -272,6 +287,7 @@ def test_functions_get_rows_steps_and_tokens(make: Any, monkeypatch: pytest.Monk
     answers = [seq[len(prompt) :].tolist() for prompt, seq in zip(batch.data["prompt"], batch.data["seq"], strict=True)]
     assert [sample.tokens for sample in seen] == [tuple(answers[0]), tuple(answers[1]), (), ()]
     assert [(sample.id, sample.step, sample.num_tokens) for sample in seen] == [(3, 4, 4), (4, 4, 1)] * 2
+    assert {sample.steps for sample in seen} == {20}
     assert [(sample.prompt, sample.response) for sample in seen] == [("cab>", "abc"), ("cab>", "b")] * 2
     assert [(sample.row["number"], sample.messages) for sample in seen] == [(3, [USER]), (4, [USER])] * 2
 

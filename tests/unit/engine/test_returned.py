@@ -219,3 +219,24 @@ def test_numbers_that_a_call_keeps() -> None:
 def test_what_a_call_cannot_keep(state: Any, message: str) -> None:
     with pytest.raises(InterfaceError, match=re.escape(message)):
         check_state(state)
+
+
+@pytest.mark.parametrize(
+    ("notes", "message"),
+    [
+        ([1], "the notes are [1], must be a dict: values by name, by sample"),
+        ({4: 1}, "the notes of sample 4 are 1, must be a dict: values by name"),
+        ({5: {}}, "the notes have sample 5, which is none of the call's: 4, 9"),
+        ({9: {"answer": [1, 2, 3]}}, "the notes of sample 9 have 'answer': a list, must be a text, a number"),
+        ({9: {3: "x"}}, "the notes of sample 9 have 3: a str, must be"),
+    ],
+)
+def test_what_cannot_be_noted_of_a_sample(notes: Any, message: str) -> None:
+    result = CallResult(outputs={"reward": [torch.zeros(1)] * 2}, notes=notes)
+    with pytest.raises(InterfaceError, match=re.escape(message)):
+        taken(result)
+
+
+def test_what_is_noted_of_samples() -> None:
+    notes = {9: {"answer": "x", "right": True, "number": 3, "none": None}}
+    assert taken(CallResult(outputs={"reward": [torch.zeros(1)] * 2}, notes=notes)).notes == notes

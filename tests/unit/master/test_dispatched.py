@@ -167,11 +167,12 @@ def test_an_evaluation_has_its_versions_and_none_of_the_numbers_that_training_ke
     workers.dispatcher.states = {"actor_generate": {"count": 5.0}}
     planned = PlannedGraph(
         "evaluation", ACTOR, dict.fromkeys(ACTOR.calls, ON_ZERO), {"actor": ZERO}, 4,
-        versions=lambda model, step: 7 if (model, step) == ("actor", 2) else 0,
+        versions=lambda model, step: 7 if (model, step) == ("actor", 2) else 0, trained_steps=9,
     )  # fmt: skip
     assert run(workers, planned, [("actor_generate", 2), ("actor_train_step", 2)])
     calls = [message for _, message in workers.got if isinstance(message, CallFunction)]
     assert [(made.batch, made.version, made.state) for made in calls] == [(BatchKey("evaluation", 2), 7, {})] * 2
+    assert [made.trained_steps for made in calls] == [9, 9]
     assert workers.got[-1] == (0, FreeBatch(batch=BatchKey("evaluation", 2)))
     assert workers.dispatcher.states == {"actor_generate": {"count": 5.0}}
 

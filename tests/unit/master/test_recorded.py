@@ -310,6 +310,7 @@ def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory,
     assert planned.homes == {"actor": ZERO, "reference": ZERO}
     assert planned.versions is not None
     assert (planned.versions("actor", 1), planned.versions("reference", 1)) == (6, 6), "after six steps, in every batch"
+    assert planned.trained_steps == 6
     assert planned.rows is not None
     assert (planned.rows.seed, planned.rows.batch_size) == (None, 4)
     assert planned.rows.tokens(0, [0, 2]) == DatasetRows(dataset, None, 4).tokens(0, [0, 2])

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from realhf import cli
+from realhf.base.shown import visible
 from realhf.report.page import write_report
-from realhf.report.sample_texts import shortened, with_ends
+from realhf.report.sample_texts import LONGEST_NOTE, heading, shortened, with_ends
 from realhf.report.samples_section import EARLIER_STEPS, MAX_BYTES, NEWEST_STEPS, chosen_steps, samples_section
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.samples import Sample, StepSamples
@@ -46,6 +47,16 @@ def test_what_a_model_wrote_is_text_and_nothing_else() -> None:
     assert with_ends(HOSTILE) in Seen(html).text
     assert "<script" not in html
     assert not [c for c in html if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
+
+
+def test_what_is_noted_of_a_sample_stands_beside_its_reward() -> None:
+    noted = Sample(step=1, sample=4, prompt="p", response="r", reward=0.5, notes={"last number": 42, "note": HOSTILE})
+    assert heading(noted) == f"sample 4, reward 0.5, last number 42, note {visible(HOSTILE)[: LONGEST_NOTE - 5]}"
+    plain = Sample(step=1, sample=4, prompt="p", response="r", reward=0.5)
+    assert heading(plain) == "sample 4, reward 0.5"
+    pages = [Seen(samples_section([StepSamples(1, "train", (one,))])) for one in (noted, plain)]
+    assert pages[0].tags == pages[1].tags
+    assert "last number 42" in pages[0].text
 
 
 @pytest.mark.parametrize(

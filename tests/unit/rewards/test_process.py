@@ -350,8 +350,8 @@ def test_async_calls_of_a_batch(how: str, serve: Callable[..., Served], monkeypa
             now[0] = SINCE_S
             await part
 
-    async def call(reward: Reward, samples: Any) -> Any:
-        return await reward.function(**reward.signature.arguments(samples))
+    async def call(reward: Reward, noted: Any) -> Any:
+        return await reward.function(**reward.signature.arguments(noted.samples))
 
     monkeypatch.setattr(server, "_call", call)
     monkeypatch.setattr(asyncio, "gather", one_by_one)

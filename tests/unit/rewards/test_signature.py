@@ -82,7 +82,7 @@ def test_what_a_signature_has() -> None:
     assert recognise(one, "f") == Signature(
         "texts", True, True, texts, ("response", "answer", "more"), ("level",), True
     )
-    given_to_trl = ("prompts", "completions", "completion_ids")
+    given_to_trl = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
     assert recognise(other, "f") == Signature("trl", True, False, given_to_trl, ("completions",), (), False)
 
 

@@ -1,9 +1,13 @@
 """The completions that people see of a step: which samples, and their texts."""
 
+from typing import Any
+
+import msgspec
 import pytest
 import torch
 
 from realhf.engine.batch import Batch
+from realhf.engine.interface import CallResult
 from realhf.transport.messages import BatchKey, Completion
 from realhf.worker.completions import MOST_CHARACTERS, completions, shown_samples
 from tests.unit.api.calls import call, rule
@@ -37,8 +41,8 @@ def data(*samples: int) -> list[Batch]:
     return [Batch(ids, {"seq": [torch.tensor([i, 7, 10 + i]) for i in ids]}) for ids in halves]
 
 
-def rewards(*samples: int) -> dict[str, list[torch.Tensor]]:
-    return {"reward": [torch.tensor([sample / 2]) for sample in samples]}
+def rewards(*samples: int, **fields: Any) -> CallResult:
+    return CallResult(outputs={"reward": [torch.tensor([sample / 2]) for sample in samples]}, **fields)
 
 
 def test_they_are_spread_over_the_batch_and_others_in_the_next_step() -> None:
@@ -73,9 +77,17 @@ def test_each_rank_gives_the_texts_of_its_own(judge: object) -> None:
 def test_other_calls_give_none() -> None:
     judge = rule("judge", ["seq"], ["reward"])
     assert completions(judge, STEP, data(1, 5), rewards(1, 5), Rows(), 0) == ()
-    assert completions(judge, STEP, data(1, 5), {}, Rows(), 3) == (), "a rank without outputs"
+    assert completions(judge, STEP, data(1, 5), CallResult(), Rows(), 3) == (), "a rank without outputs"
     assert completions(judge, STEP, data(1, 5), rewards(1, 5), RowsWithoutPrompts(), 3) == ()
     assert completions(rule("judge", ["x"], ["reward"]), STEP, data(1, 5), rewards(1, 5), Rows(), 3) == ()
+
+
+def test_what_a_call_notes_of_a_sample_comes_with_it() -> None:
+    noted = rewards(1, 5, notes={5: {"answer": "42"}, 1: {}})
+    found = completions(rule("judge", ["seq"], ["reward"]), STEP, data(1, 5), noted, Rows(), 3)
+    assert [each.notes for each in found] == [{}, {"answer": "42"}]
+    [other, _] = completions(rule("judge", ["seq"], ["reward"]), STEP, data(1, 5), rewards(1, 5), Rows(), 3)
+    assert other.notes is msgspec.UNSET
 
 
 def test_a_long_text_loses_its_middle() -> None:
