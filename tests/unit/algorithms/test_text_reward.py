@@ -322,9 +322,9 @@ def test_notes_of_functions_are_printed_once(
 ROW = {"question": "What is 2 + 2?", "number": "4"}
 # The line of the function's file that raises, or of its definition.
 TRIED = {
-    "raises": ("raises (functions.py:15)", "ValueError: no letters\n  | functions.py:16 in raises: raise ValueError"),
-    "words": ("words (functions.py:18)", "it returned 'good' (str); return a float, an int, a bool"),
-    "nothing": ("nothing (functions.py:21)", "no function gives this sample a reward (None); return a number"),
+    "raises": ("raises (functions.py:20)", "ValueError: no letters\n  | functions.py:21 in raises: raise ValueError"),
+    "words": ("words (functions.py:23)", "it returned 'good' (str); return a float, an int, a bool"),
+    "nothing": ("nothing (functions.py:26)", "no function gives this sample a reward (None); return a number"),
 }
 
 
