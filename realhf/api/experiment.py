@@ -15,6 +15,7 @@ from realhf.base.numbers import DEVICES, check_fields
 from realhf.base.options import TRAINING, Common, Option, Settings
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.interface import Nulls
 from realhf.dataflow.pools import Pool
 
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
@@ -143,8 +144,8 @@ class DatasetExtent:
     """The content of a data set: its rows, its keys that are tokens, and the largest id of its tokenizer.
 
     Rows that are too long count in `dropped` or, where their prompts are cut, in `truncated`; `rows` has none of the
-    dropped. `columns` are those of the file, for whoever reads rows by name. `first`: the first of the rows by its
-    columns, and the tokens of its keys.
+    dropped. `columns` are those of the file, for whoever reads rows by name, and `nulls` has each of them. `first`: the
+    first of the rows by its columns, and the tokens of its keys.
     """
 
     path: str
@@ -156,6 +157,7 @@ class DatasetExtent:
     truncated: int = 0
     columns: tuple[str, ...] = ()
     first: tuple[dict[str, Any], Mapping[str, Sequence[int]]] | None = field(default=None, compare=False, repr=False)
+    nulls: Mapping[str, Nulls] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -28,7 +28,7 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
 
     Raises:
         UserError: naming file, line and id, a token that is not in a model's vocabulary, or a sequence that is longer
-            than its positions; or a column that a call reads by name and the rows do not have.
+            than its positions; or a column that a call reads by name and no row has.
     """
     lengths = {
         key: _Length(
@@ -40,6 +40,7 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
     }
     for call in graph.calls.values():
         call.interface_impl.check_columns(extent.columns)
+        call.interface_impl.check_nulls(extent.nulls)
         if not call.uses_model:
             continue
         _check_ids(call, extent)

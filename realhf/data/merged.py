@@ -53,6 +53,7 @@ class MergedDataset:
             truncated=sum(extent.truncated for extent in extents),
             columns=first.columns,
             first=first.first,
+            nulls=first.nulls,
         )
 
     def lengths(self) -> dict[str, KeyLengths]:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import count
 from typing import ClassVar
 
 import msgspec
@@ -25,6 +26,7 @@ from realhf.data.files.opening import data_files, open_rows
 from realhf.data.files.rows import Record
 from realhf.data.kept_rows import keep_on_disk, kept_on_disk
 from realhf.data.tokenizer import TextTokenizer, Tokens, tokenizer_files
+from realhf.dataflow.interface import Nulls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +169,10 @@ class OpenDataset:
             raise UserError(f"{self.file.place(first + len(found))}: {error}{remedy}") from None
         return found
 
-    def rows(self) -> Iterator[tuple[int, EncodedRow | None]]:
-        """All rows in order, with their numbers from 0. Raises as `encode`."""
+    def rows(self) -> Iterator[tuple[int, Record, EncodedRow | None]]:
+        """All rows in order: number from 0, columns, tokens. Raises as `encode`."""
         for first, records in self.file.batches():
-            yield from enumerate(self.encode(first, records), first)
+            yield from zip(count(first), records, self.encode(first, records), strict=False)
 
     def _draft(self, row: int, record: Record) -> Draft:
         if missing := [column for column in self.roles.values() if column not in record]:
@@ -222,10 +224,14 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
     opened = dataset.open()
     seen = {key: (array("q"), array("q")) for key in dataset.token_keys}  # of each row: tokens, largest token
     kept, cut = array("q"), 0
-    for number, row in opened.rows():
+    without = {column: array("q") for column in opened.file.columns()}  # the rows in which it is null
+    for number, record, row in opened.rows():
         if row is None:
             continue
         kept.append(number)
+        for column, missing in without.items():
+            if record.get(column) is None:
+                missing.append(number)
         cut += row.is_cut
         values = dataset.columns(row)
         for key, (lengths, largest) in seen.items():
@@ -256,8 +262,12 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
         largest_token=opened.tokenizer.largest_token,
         dropped=dropped,
         truncated=cut,
-        columns=tuple(opened.file.columns()),
         first=(opened.file.row(kept[0]), opened.row(kept[0])),
+        columns=tuple(without),
+        nulls={
+            column: Nulls(len(missing), len(kept), opened.file.place(missing[0]) if missing else "")
+            for column, missing in without.items()
+        },
     )
     rows = np.frombuffer(kept, np.int64)
     if dataset.may_drop:

@@ -22,6 +22,15 @@ RESERVED_STATISTICS = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Nulls:
+    """The rows of a data set in which a column is null or missing, and the place of the first one ("" without any)."""
+
+    rows: int
+    of_rows: int
+    first_at: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class InterfaceConfig:
     """The settings of an interface; subclass it, add fields, and name the implementation.
@@ -87,6 +96,9 @@ class InterfaceConfig:
     def check_row(self, row: dict[str, Any], tokens: Mapping[str, Sequence[int]]) -> None:
         """On the launcher, before a process starts: whether its calls can work with the first row of the training data,
         by its columns; `tokens` are those of the data set's keys. Raises UserError."""
+
+    def check_nulls(self, nulls: Mapping[str, Nulls]) -> None:
+        """As `check_columns`, by column: whether its calls can do with the rows that have no value there."""
 
 
 def check_implementation(call: str, config: InterfaceConfig, method: str) -> None:

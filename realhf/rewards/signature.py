@@ -105,6 +105,13 @@ class Signature:
         there = {*columns, *(name for name in self.given if name.removesuffix("s") not in sources)}
         return [name for name in self.required if there.isdisjoint(sources.get(name.removesuffix("s"), (name,)))]
 
+    def columns_read(self, columns: Collection[str]) -> list[str]:
+        """Those of a data set's `columns` from which parameters without a default have their values."""
+        sources = _VERL_COLUMNS if self.style == "verl" else {}
+        asked = {name: sources.get(name.removesuffix("s")) for name in self.required}
+        names = [its or (name,) for name, its in asked.items() if its or name not in self.given]
+        return [column for each in names for column in [one for one in each if one in columns][:1]]
+
     @property
     def wants_tokens(self) -> bool:
         """Whether it is to have the tokens of responses."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from realhf.algorithms.text_reward.trial import try_rewards
 from realhf.api.script.config import ScriptCall
 from realhf.base.errors import UserError
+from realhf.dataflow.interface import Nulls
 from realhf.rewards.pool import FunctionOptions
 from realhf.rewards.sources import READY, RewardSource, load_rewards, notes_of
 
@@ -71,7 +72,23 @@ class TextReward(FunctionOptions, ScriptCall):
         """Loads the functions, and compares their parameters with the columns of the data. Prints what the kernel of
         this machine cannot keep programs in unit tests from."""
         load_rewards(self.rewards, columns)
-        _print_notes(self.rewards)
+        for note in notes_of(self.rewards):
+            _print_note(note)
+
+    def check_nulls(self, nulls: Mapping[str, Nulls]) -> None:
+        """Prints which rows have no value for a function. Raises UserError where none has one."""
+        for reward in load_rewards(self.rewards):
+            for column in reward.signature.columns_read(nulls):
+                found = nulls[column]
+                what = f"reward {reward.place} reads {column!r}, which is null or missing in"
+                if found.rows == found.of_rows:
+                    raise UserError(
+                        f"{what} all {found.of_rows} rows ({found.first_at} is the first); give the data values there, "
+                        "read another column, or give the parameter a default"
+                    )
+                if found.rows:
+                    rows = f"{found.rows:,} of {found.of_rows:,} rows"
+                    _print_note(f"{what} {rows} ({found.first_at} is the first): the function gets None there")
 
     def check_row(self, row: dict[str, Any], tokens: Mapping[str, Sequence[int]]) -> None:
         """Calls the functions with the row and a made-up response, see `try_rewards`."""
@@ -81,6 +98,5 @@ class TextReward(FunctionOptions, ScriptCall):
 
 
 @cache  # a launcher checks several graphs
-def _print_notes(rewards: tuple[str, ...]) -> None:
-    for note in notes_of(rewards):
-        print(f"note: {note}", file=sys.stderr)
+def _print_note(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)

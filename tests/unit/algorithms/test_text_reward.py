@@ -1,6 +1,7 @@
 """Rewards on texts as a call: tokens become texts, rows give the other columns, scores become tensors."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from realhf.algorithms.text_reward.samples import messages_of
 from realhf.api import inputs
 from realhf.base.errors import UserError
 from realhf.data import sort_task
+from realhf.dataflow.interface import Nulls
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError, check_result
 from realhf.rewards.jobs import RewardError
@@ -365,6 +367,22 @@ def test_columns_are_checked_before_a_process_starts(make: Any) -> None:
     make("seen").check_columns(["prompt", "number"])
     with pytest.raises(UserError, match=r"seen .* asks for 'number'.*they have answer, prompt"):
         make("seen").check_columns(["prompt", "answer"])
+
+
+def test_rows_without_a_value_are_told_and_columns_without_any_are_refused(
+    make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full, some, none = Nulls(0, 4, ""), Nulls(1, 4, "a.jsonl, line 3"), Nulls(4, 4, "a.jsonl, line 1")
+    for _ in range(2):
+        make("seen").check_nulls({"prompt": full, "number": some, "hint": none})
+    (note,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"note: reward seen \(.*\) reads 'number', which is null or missing in 1 of 4 rows \(a.jsonl, line 3 is the "
+        r"first\): the function gets None there",
+        note,
+    )
+    with pytest.raises(UserError, match=r"reads 'number', .* in all 4 rows \(a.jsonl, line 1 is the first\); give"):
+        make("seen").check_nulls({"prompt": full, "number": none})
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_the_content_of_both(merged: MergedDataset) -> None:
         tokenizer=prompts.tokenizer,
         largest_token=31,
         columns=("prompt",),  # of the prompts, whose rows rewards are given
+        nulls=prompts.nulls,
     )
     assert merged.lengths() == {"prompt": (3.0, 3, 9.0), "tokens": (7.0, 7, 49.0), "prompt_length": (1.0, 1, 1.0)}
     assert merged.describe() == f"{merged.parts[0].describe()}\n{merged.parts[1].describe()}"

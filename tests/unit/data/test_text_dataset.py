@@ -14,6 +14,7 @@ from realhf.data import kept_rows, sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
 from realhf.data.rows import DatasetRows
 from realhf.data.text_dataset import TextDataset
+from realhf.dataflow.interface import Nulls
 from tests.unit.data.test_drafts import PLAIN, turns
 
 
@@ -52,9 +53,18 @@ def test_the_extent_of_examples(folder: Path) -> None:
         tokenizer=f"{folder}/tokenizer.json",
         largest_token=31,
         columns=("prompt", "answer"),
+        nulls={"prompt": Nulls(0, 3, ""), "answer": Nulls(0, 3, "")},
     )
     lengths = dataset.lengths()
     assert lengths == {"tokens": KeyLengths(14 / 3, 5, 22.0), "prompt_length": KeyLengths(1.0, 1, 1.0)}
+
+
+def test_columns_without_a_value_are_counted_in_the_rows_that_are_kept(folder: Path) -> None:
+    rows = [{"prompt": "a", "number": 0, "hint": None}, {"prompt": "a", "number": None}, {"prompt": "abcdef"}]
+    dataset = make(folder, PromptDataset, *rows, {"prompt": "b"}, max_prompt_tokens=4, too_long="drop")
+    first, second = (f"{folder}/data.jsonl, line {line}" for line in (1, 2))
+    expected = {"prompt": Nulls(0, 3, ""), "number": Nulls(2, 3, second), "hint": Nulls(3, 3, first)}
+    assert dataset.check().nulls == expected
 
 
 def test_rows_that_are_cut_and_dropped(folder: Path) -> None:
@@ -110,7 +120,7 @@ def test_kept_rows_are_all_or_those_within_limits(folder: Path) -> None:
         found = kept.kept_rows()
         assert found is not None
         assert found.tolist() == [1, 3]
-    assert [row for row, encoded in kept.open().rows() if encoded is not None] == [1, 3]
+    assert [row for row, _, encoded in kept.open().rows() if encoded is not None] == [1, 3]
 
 
 def test_columns_are_those_of_the_options() -> None:

@@ -157,6 +157,19 @@ def test_async_functions_and_objects() -> None:
     assert not recognise(Rule(), "f").is_async
 
 
+def test_columns_are_read_by_parameters_without_a_default() -> None:
+    columns = ["prompt", "answer", "hint", "reward_model", "data_source"]
+
+    def texts(prompt: str, response: str, answer: str, hint: str = "") -> None: ...
+    def lists(completions: list[Any], answer: list[str], **row: Any) -> None: ...
+    def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> None: ...
+
+    assert recognise(texts, "texts").columns_read(columns) == ["answer"]
+    assert recognise(lists, "lists").columns_read(columns) == ["answer"]
+    assert recognise(verl, "verl").columns_read(columns) == ["data_source", "reward_model"]
+    assert recognise(verl, "verl").columns_read([*columns, "ground_truth"]) == ["data_source", "ground_truth"]
+
+
 def test_parameters_without_a_column_are_found() -> None:
     def plain(prompt: str, response: str, answr: str, level: int = 1) -> float: ...
 
