@@ -26,6 +26,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "prepare": {
         "doctor": "check the installation and this machine",
         "profile": "measure this machine, once per model type",
+        "data": "list the tasks that make data without a file, or show one",
         "convert": "convert a checkpoint from or to Hugging Face's format",
     },
     "study": {

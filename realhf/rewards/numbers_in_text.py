@@ -11,14 +11,26 @@ _LONGEST = 400
 
 
 def answer_number(text: str) -> float | None:
-    """The number in the last `\\boxed{}`, else behind the last `####`, else the last number of the text; None without
-    one. Thousands have commas or none; a fraction is `a/b` or `\\frac{a}{b}`; units, `$` and `%` are passed over.
+    """The number of `answer_text`; None without one. Thousands have commas or none; a fraction is `a/b` or
+    `\\frac{a}{b}`; units, `$` and `%` are passed over.
     """
+    found = answer_text(text)
+    return None if found is None else _value(found)
+
+
+def answer_text(text: str) -> str | None:
+    """The number in the last `\\boxed{}`, else behind the last `####`, else the last number of the text, as it is
+    written there, without the commas of thousands; None without one."""
     boxed = _last_boxed(text)
     is_marked = boxed is None and _MARK in text
     part = text.rpartition(_MARK)[2] if is_marked else text if boxed is None else boxed
     found = _NUMBER.findall(_FRACTION.sub(r"\1\2/\3", part))
-    return _value(found[0 if is_marked else -1]) if found else None
+    return found[0 if is_marked else -1].replace(",", "").rstrip(".") if found else None
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a number and nothing else."""
+    return _NUMBER.fullmatch(text.strip()) is not None
 
 
 def _last_boxed(text: str) -> str | None:
@@ -37,7 +49,7 @@ def _last_boxed(text: str) -> str | None:
 def _value(number: str) -> float | None:
     if len(number) > _LONGEST:
         return None
-    top, _, bottom = number.replace(",", "").partition("/")
+    top, _, bottom = number.partition("/")
     try:
         value: float | None = float(top) / (float(bottom) if bottom else 1.0)
     except (ValueError, ZeroDivisionError, OverflowError):

@@ -9,6 +9,7 @@ from typing import Any
 
 from realhf.base.errors import UserError
 from realhf.rewards.numbers_in_text import answer_number
+from realhf.rewards.reasoning import reasoning_gym
 from realhf.rewards.server import server
 from realhf.rewards.signature import Function, asking_for
 from realhf.rewards.unit_tests import unit_tests
@@ -113,5 +114,6 @@ def soft_overlong_punishment(length: int, max_tokens: int, cache_tokens: int) ->
 
 
 READY: Mapping[str, Callable[..., Function]] = {
-    maker.__name__: maker for maker in (exact_match, numeric, regex, math_verify, unit_tests, server, overlong)
+    maker.__name__: maker
+    for maker in (exact_match, numeric, regex, math_verify, unit_tests, reasoning_gym, server, overlong)
 }

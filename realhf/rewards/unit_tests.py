@@ -19,6 +19,7 @@ _BLOCK = re.compile(r"```[ \t]*(?P<language>\w*)[^\n]*\n(?P<code>.*?)```", re.DO
 def unit_tests(
     column: str = "tests",
     *,
+    before: str = "",
     share: bool = False,
     timeout_s: float = 10.0,
     memory_mb: int = 1024,
@@ -32,6 +33,9 @@ def unit_tests(
     limits on time, memory and files, see `realhf.rewards.sandbox`. The tests run in a process that never executes code
     of the program.
 
+    before: a column of code that the program follows, such as the beginning of a function. A response without a block
+        whose first line is indented goes on with it, up to its first line that is not.
+
     Raises (the reward): ValueError if the column has no tests.
     """
     limits = Limits(time_s=timeout_s, memory_mb=memory_mb, files_mb=files_mb)
@@ -41,11 +45,12 @@ def unit_tests(
         tests = listed_tests(row[column])
         if not tests:
             raise ValueError(f"column {column!r} has no tests: {row[column]!r}")
-        outcomes = run_tests(program_of(response), tests, limits)
+        program = f"{row[before]}{continuation_of(response)}" if before else program_of(response)
+        outcomes = run_tests(program, tests, limits)
         passed = 0 if outcomes is None else outcomes.count("")
         return passed / len(tests) if share else float(passed == len(tests))
 
-    return asking_for(reward, "response", column)
+    return asking_for(reward, "response", column, *([before] if before else []))
 
 
 def program_of(response: str) -> str:
@@ -55,6 +60,16 @@ def program_of(response: str) -> str:
         if codes := [code for language, code in blocks if language in wanted]:
             return codes[-1]
     return response
+
+
+def continuation_of(response: str) -> str:
+    """The part of a response that goes on with code before it, see `unit_tests`."""
+    program = program_of(response)
+    if program != response or not response[:1].isspace():
+        return f"\n{program}"
+    lines = response.splitlines(keepends=True)
+    end = next((place for place, line in enumerate(lines) if not line[0].isspace()), len(lines))
+    return "".join(lines[:end])
 
 
 def listed_tests(value: Any) -> list[str]:

@@ -63,6 +63,8 @@ RUN_HERE = {
     'python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model --as-chat --system "Be brief."': "",
     "python -m realhf.data.look examples --path chats.parquet --tokenizer my-model --loss-on all --rows 3": "",
     "python -m realhf.data.look pairs --path pairs --tokenizer my-model --max-tokens 200 --too-long drop": "",
+    "realhf data --list": "",
+    "realhf data reasoning-gym:chain_sum": "",
     "python -m realhf.data.sort_task sorting": "",
     "realhf run grpo.py --data sorting/prompts.jsonl --tokenizer sorting --reward sorted_rewards.py:in_order "
     "--run-dir runs/grpo": "--steps 1 --batch-size 8 --num-workers 1",
@@ -97,6 +99,11 @@ TAKES_LONG = (
 
 # Commands that another test runs for real: the file, and words of the command that are in it.
 RUN_ELSEWHERE = {
+    "realhf run grpo --model my-model --data reasoning-gym:chain_sum:max_terms=3,max_digits=2,size=2000 --eval-data "
+    "reasoning-gym:chain_sum:max_terms=3,max_digits=2,size=200,seed=1 --grpo.max-new-tokens 16 --run-dir runs/sums": (
+        "tests/e2e/test_tasks.py",
+        ["experiments/grpo", '"--data", f"{TASK},size=64"', '"--eval-data", f"{TASK},size=64,seed=1"'],
+    ),
     "realhf run experiments/ppo.py --run-dir runs/first --detach": (
         "tests/e2e/test_resume.py",
         ['realhf("run"', '"--detach")'],

@@ -24,7 +24,8 @@ class ScriptData(DataOptions):
     data: Annotated[
         str,
         Common(
-            "JSONL or parquet file, a folder or a pattern of such files, or a data set that `datasets` saved",
+            "JSONL or parquet file, a folder or a pattern of such files, a data set that `datasets` saved, or a task "
+            "(`realhf data --list`)",
             metavar="FILE",
         ),
     ] = ""

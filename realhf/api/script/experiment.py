@@ -31,6 +31,8 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 # By their names: they lie above the API.
 _TOKENIZER = "realhf.data.tokenizer:TextTokenizer"
 _MERGED = "realhf.data.merged:MergedDataset"
+_REWARDS = "realhf.data.tasks:rewards_of"
+_CHECK_HELD_OUT = "realhf.data.tasks:check_held_out"
 
 # 1.8 million parameters; eight heads, so that tensor parallelism over 2, 4 and 8 divides them.
 SMALL = DecoderConfig(hidden_size=192, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=8, vocab_size=32)
@@ -99,7 +101,7 @@ class ScriptExperiment:
     @cached_property
     def _models(self) -> dict[str, ScriptModel]:
         """By parameter the models, of rewards too."""
-        return {**self._of_kind(ScriptModel), **models_of_rewards(self._of_kind(Reward))}
+        return {**self._of_kind(ScriptModel), **models_of_rewards(self._rewards(self._first_data.data))}
 
     @cached_property
     def rpcs(self) -> Sequence[ModelFunctionCallDef]:
@@ -126,8 +128,10 @@ class ScriptExperiment:
     def evaluation(self) -> Evaluation | None:
         if not self.eval_data:
             return None
-        (name, first), *_ = self._of_kind(ScriptData).items()
-        dataset = dataclasses.replace(first, data=self.eval_data).dataset(name, self._tokenizer)
+        name, *_ = self._of_kind(ScriptData)
+        held_out = dataclasses.replace(self._first_data, data=self.eval_data)
+        load(_CHECK_HELD_OUT)(self._first_data.data, held_out.data)
+        dataset = held_out.dataset(name, self._tokenizer)
         calls = self._trace(is_evaluation=True).measured(dataset.keys)
         if not calls:
             raise UserError(
@@ -149,6 +153,16 @@ class ScriptExperiment:
         """The parameters of the script that are of a kind."""
         values = {name: getattr(self, name) for name in inspect.signature(type(self).SCRIPT).parameters}
         return {name: value for name, value in values.items() if isinstance(value, kind)}
+
+    @property
+    def _first_data(self) -> ScriptData:
+        first, *_ = self._of_kind(ScriptData).values()
+        assert isinstance(first, ScriptData)
+        return first
+
+    def _rewards(self, data: str) -> dict[str, Reward]:
+        """By parameter the rewards; one without functions and a model has those of the task that `data` names."""
+        return {name: reward.with_default(load(_REWARDS)(data)) for name, reward in self._of_kind(Reward).items()}
 
     @cached_property
     def _sources(self) -> dict[str, ModelSource]:
@@ -193,9 +207,10 @@ class ScriptExperiment:
             self.eval_temperature,
         )
         script = type(self).SCRIPT
+        rewards = self._rewards(self.eval_data if is_evaluation else self._first_data.data)
         arguments: dict[str, Any] = {}
         for name in inspect.signature(script).parameters:
-            match value := self._models.get(name, getattr(self, name)):
+            match value := self._models.get(name, rewards.get(name, getattr(self, name))):
                 case ScriptData():
                     arguments[name] = trace.dataset(name, self._datasets[name].keys)
                 case ScriptParameter():

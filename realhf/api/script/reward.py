@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import tyro
 
@@ -58,12 +58,16 @@ class Reward(FunctionOptions, ScriptParameter):
                 f"the reward has functions ({', '.join(self.functions)}) and the model {self.model}; give one kind"
             )
 
+    def with_default(self, functions: tuple[str, ...]) -> Self:
+        """With these functions, where the options name neither functions nor a model."""
+        return self if self.functions or self.model else dataclasses.replace(self, functions=functions)
+
     def as_model(self, name: str) -> RewardModel:
         """The model that scores. Raises UserError where the options name neither a model nor functions."""
         if not self.model:
             raise UserError(
                 f"there is no reward; give --{name} FILE.py:FUNCTION, a function of texts, or --{name}.model DIR, a "
-                "reward model"
+                "reward model; a task (`realhf data --list`) brings its own"
             )
         return RewardModel(model=self.model, new_head=self.new_head, backend=self.backend, compute=self.compute)
 

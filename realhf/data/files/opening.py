@@ -10,6 +10,7 @@ from realhf.base.files import BadContentError, decode_loose_json, open_regular, 
 from realhf.data.files.arrow import open_arrow, open_parquet
 from realhf.data.files.jsonl import JSONLFile
 from realhf.data.files.rows import RowFile, Shards
+from realhf.data.tasks import rewards_of, task_file
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 FORMATS = "JSONL (one object a line), parquet, or a folder that `datasets` saved (save_to_disk)"
@@ -25,7 +26,7 @@ def open_rows(path: str) -> RowFile:
 
     Args:
         path: a file; a folder of files, which are taken in the order of their names; a pattern of file names
-            (`data/train-*.parquet`); or a folder that `datasets` saved.
+            (`data/train-*.parquet`); a folder that `datasets` saved; or the name of a task (`realhf.data.tasks`).
 
     Raises:
         UserError: there is no such file, the format is not known, or there is no row.
@@ -44,6 +45,8 @@ def open_rows(path: str) -> RowFile:
 
 def data_files(path: str) -> list[Path]:
     """The files of a data set, in order. Raises as `open_rows` does, and OSError."""
+    if rewards_of(path):
+        return [task_file(path)]
     place = Path(path)
     if not place.exists() and glob.has_magic(path):
         found = sorted(Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file())
