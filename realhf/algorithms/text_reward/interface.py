@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 
 from realhf.algorithms.script.evaluate import Evaluation
@@ -65,11 +66,8 @@ class TextRewardInterface:
                 response=self.response_text(tokens),
                 tokens=tokens,
                 with_tokens=self._pool.wants_tokens,
-                id=id,
-                step=context.steps_made,
-                steps=context.steps,
             )
-            samples.append(sample)
+            samples.append(replace(sample, id=id, step=context.steps_made, steps=context.steps))
         return samples
 
     def response_text(self, tokens: Sequence[int]) -> str:

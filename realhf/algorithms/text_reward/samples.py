@@ -15,16 +15,13 @@ def sample_of(
     response: str,
     tokens: Sequence[int],
     with_tokens: bool,
-    id: int = 0,
-    step: int = 0,
-    steps: int = 1,
 ) -> Sample:
-    """The sample of a response to the prompt of a row. `tokens` are those of the response; the sample has them where a
-    function asks for them (`with_tokens`)."""
+    """The first sample of a run's first step: a response to the prompt of a row. `tokens` are those of the response; the
+    sample has them where a function asks for them (`with_tokens`)."""
     return Sample(
-        id=id,
-        step=step,
-        steps=steps,
+        id=0,
+        step=0,
+        steps=1,
         prompt=prompt,
         response=response,
         tokens=tuple(tokens) if with_tokens else (),
