@@ -1,4 +1,5 @@
-"""What a model is made from: a Hugging Face directory, or the directory of a run or of one of its checkpoints."""
+"""What a model is made from: a Hugging Face directory, a GGUF file, or the directory of a run or of one of its
+checkpoints."""
 
 import json
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.architecture.transformers_config import TransformersConfig, transformers_model
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, read_file
+from realhf.gguf.cache import find_gguf, hugging_face_directory
 
 _CONFIG, _INDEX, _TOKENIZER = "config.json", "index.json", "tokenizer.json"
 _REMEDY = (
-    "give a Hugging Face directory (config.json, safetensors), the directory of a run, or one of its models, "
-    "RUN_DIR/checkpoints/latest/MODEL"
+    "give a Hugging Face directory (config.json, safetensors), a GGUF file, the directory of a run, or one of its "
+    "models, RUN_DIR/checkpoints/latest/MODEL"
 )
 
 
@@ -53,19 +55,22 @@ class _Index(msgspec.Struct, frozen=True):
 def model_source(
     path: str, otherwise: DecoderConfig | None = None, *, head: Literal["lm", "scalar"] = "lm", backend: str = ""
 ) -> ModelSource:
-    """Finds weights, architecture and tokenizer in the directory that a user names; with an empty `path` it is the
-    architecture `otherwise` with random weights.
+    """Finds weights, architecture and tokenizer in the directory or GGUF file that a user names; with an empty `path`
+    it is the architecture `otherwise` with random weights. A GGUF file is converted once, into a Hugging Face directory
+    in the user's cache.
 
     Of a run it takes the model of its newest checkpoint that has the wanted `head`; where there are several, the one
     that was trained. The architecture is that of the checkpoint, with its own head; a model with another head makes a
     new one.
 
     Raises:
-        UserError: the directory is none of those, cannot be read, or it is not clear which of its models is meant.
+        UserError: it is none of those, cannot be read, or it is not clear which of its models is meant.
     """
     if not path and otherwise is not None:
         return ModelSource(checkpoint=None, architecture=otherwise)
     directory = Path(path)
+    if path and (file := find_gguf(directory)):
+        path = str(directory := hugging_face_directory(file))
     if not path or not directory.is_dir():
         raise UserError(f"model {path!r}: no such directory; {_REMEDY}")
     if (directory / _CONFIG).is_file():

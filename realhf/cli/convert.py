@@ -1,9 +1,10 @@
-"""Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
-tokenizer) into a checkpoint of boxes, or the language model that a run has trained into a directory that
-transformers' from_pretrained reads, with the run's tokenizer. Says every step it makes.
+"""Converts a checkpoint, offline and without a GPU: the language model that a run has trained into a directory that
+transformers' from_pretrained reads, with the run's tokenizer; a GGUF file into such a directory; or such a directory
+(config.json, safetensors, tokenizer) into a checkpoint of boxes. Says every step it makes.
 
 examples:
   realhf convert path/to/Qwen3-0.6B converted/qwen3
+  realhf convert path/to/SmolLM2-135M-Instruct.Q4_1.gguf converted/smollm2
   realhf convert runs/mine exported
   realhf convert runs/mine/checkpoints/latest/actor exported/actor --like path/to/Qwen3-0.6B
 """
@@ -25,7 +26,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "source",
         metavar="SOURCE",
-        help="a Hugging Face directory, a run directory, or one of its models: RUN_DIR/checkpoints/latest/MODEL",
+        help="a Hugging Face directory, a GGUF file, a run directory, or one of its models: "
+        "RUN_DIR/checkpoints/latest/MODEL",
     )
     command.add_argument("target", metavar="TARGET", help="the directory to write; it must not exist")
     command.add_argument("--dtype", choices=get_args(DType), help="of the result (default: that of the source)")

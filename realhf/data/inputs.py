@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from realhf.base.digest import known_digest
 from realhf.base.errors import UserError
 from realhf.base.files import read_versioned, write_atomically, writing_a_run
-from realhf.data.files.digest import known_digest
 from realhf.data.files.opening import data_files
 from realhf.data.merged import MergedDataset
 from realhf.data.recorded import step_folder
@@ -25,7 +25,7 @@ _SHOWN = 3  # files with changes, in a message
 
 
 class InputFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file as it was read: its size, and the digest of its content (`realhf.data.files.digest`)."""
+    """A file as it was read: its size, and the digest of its content (`realhf.base.digest`)."""
 
     size_bytes: int
     digest: str

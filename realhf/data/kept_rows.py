@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from platformdirs import user_cache_path
 
+from realhf.base.digest import content_digest
 from realhf.base.files import read_bytes, write_atomically
-from realhf.data.files.digest import content_digest
 from realhf.data.files.opening import data_files
 from realhf.data.tokenizer import tokenizer_files
 

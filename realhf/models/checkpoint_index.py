@@ -32,6 +32,7 @@ from realhf.base.files import (
     sync_directory,
     write_atomically,
 )
+from realhf.base.safetensors_header import ITEM_BYTES
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import decoder_parameters
@@ -43,7 +44,6 @@ INDEX_FILE = "index.json"
 STEPS_KEY = "optimizer_steps"
 
 SAFETENSORS_DTYPE: dict[str, str] = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_HEADER_BYTES = 10**8  # the limit of the safetensors library
 _MAX_DIMENSIONS = 8
 _THREADS = 8  # hashing is bound by one core a file
@@ -350,7 +350,7 @@ def _check_places(path: Path, header: Mapping[str, HeaderEntry]) -> None:
     """Raises UserError if a tensor's length is not that of its shape, or the tensors overlap or leave gaps."""
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
-        item = _ITEM_BYTES.get(entry.dtype)
+        item = ITEM_BYTES.get(entry.dtype)
         start, stop = entry.data_offsets
         is_shape = len(entry.shape) <= _MAX_DIMENSIONS and min(entry.shape, default=0) >= 0
         if start != end or stop < start or not is_shape or (item and stop - start != item * math.prod(entry.shape)):

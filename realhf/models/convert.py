@@ -1,4 +1,4 @@
-"""Converts a checkpoint between Hugging Face's format and boxes, in one process without a GPU.
+"""Converts a checkpoint between Hugging Face's format and boxes, or from GGUF, in one process without a GPU.
 
 `python -m realhf.models.convert` is what `realhf convert` runs: the command line itself does not load torch.
 """
@@ -20,8 +20,10 @@ from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters, parameter_count
+from realhf.gguf.cache import find_gguf
+from realhf.gguf.folder import GGUFModel
 from realhf.models.checkpoint import CheckpointReader, snapshot, write_snapshot
-from realhf.models.checkpoint_index import finish, staging_directory
+from realhf.models.checkpoint_index import finish, staged, staging_directory
 from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, companions_of, is_hugging_face
 from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
 
@@ -54,13 +56,31 @@ def convert(conversion: Conversion, say: Say) -> None:
     if Path(conversion.target).exists():
         raise UserError(f"{conversion.target} exists already; give a new directory, or remove it first")
     try:
-        if is_hugging_face(conversion.source):
+        if (file := find_gguf(Path(conversion.source))) is not None:
+            from_gguf(file, conversion, say)
+        elif is_hugging_face(conversion.source):
             to_boxes(conversion, say)
         else:
             to_hugging_face(conversion, say)
     except BaseException:
         shutil.rmtree(staging_directory(Path(conversion.target)), ignore_errors=True)
         raise
+
+
+def from_gguf(file: Path, conversion: Conversion, say: Say) -> None:
+    """From a GGUF file to a Hugging Face directory."""
+    if conversion.dtype is not None or conversion.like is not None:
+        raise UserError(
+            f"{file}: --dtype and --like are not for GGUF files, whose numbers and tokenizer are kept; leave them out, "
+            "and convert the directory again"
+        )
+    model, target = GGUFModel(file), Path(conversion.target)
+    _describe(f"{file}: GGUF {model.file.fields['general.architecture']}", model.model, say)
+    with staged(target, ()) as staging:
+        files = model.write(staging)
+        for path in files:
+            say(f"wrote {path.name}, {path.stat().st_size:,} bytes")
+    say(f"{target}: Hugging Face {family_of(config_content(target / CONFIG_FILE)).model_type}")
 
 
 def to_boxes(conversion: Conversion, say: Say) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
 from realhf.base.files import open_regular
+from realhf.base.safetensors_header import safetensors_header
 
 DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CHUNK_BYTES = 2**24
@@ -22,18 +22,16 @@ _CHUNK_BYTES = 2**24
 def write_safetensors(path: Path, content: Mapping[str, Tensor]) -> str:
     """Writes contiguous tensors in host memory to `path`; the file is on the disk when this returns.
 
-    The format (https://huggingface.co/docs/safetensors): see `realhf.models.checkpoint_index.read_header`.
-
     Returns:
         the hexadecimal SHA-256 of the file.
 
     Raises:
         OSError: the disk is full, or fails.
     """
-    # The widest dtype first, as in the library, so every tensor starts at a multiple of its elements' size.
-    tensors = dict(sorted(content.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    kinds = {key: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for key, tensor in content.items()}
+    header, order = safetensors_header(kinds)
     digest = hashlib.sha256()
-    parts = chain([memoryview(_header(tensors))], *(_parts(tensor) for tensor in tensors.values()))
+    parts = chain([memoryview(header)], *(_parts(content[key]) for key in order))
     with open_regular(path, "wb") as file:
         for part in parts:
             file.write(part)
@@ -41,16 +39,6 @@ def write_safetensors(path: Path, content: Mapping[str, Tensor]) -> str:
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries, end = {}, 0
-    for key, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        entries[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": (start, end)}
-    text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _parts(tensor: Tensor) -> Iterator[memoryview]:

@@ -168,6 +168,14 @@ RUN_ELSEWHERE = {
         "tests/unit/models/test_convert.py",
         ['"realhf.cli", "convert"', '"--like"'],
     ),
+    "realhf run grpo --model SmolLM2-135M-Instruct.Q4_1.gguf --data train.jsonl --reward rewards.py:correct": (
+        "tests/e2e/test_gguf.py",
+        ['"run", "grpo", "--model", file.name', '"--data"', '"train.jsonl"', '"--reward"', '"rewards.py:correct"'],
+    ),
+    "realhf convert SmolLM2-135M-Instruct.Q4_1.gguf converted/smollm2": (
+        "tests/e2e/test_gguf.py",
+        ['cli.main(["convert", file.name, "converted"])'],
+    ),
     "python scripts/gpu_check.py --out gpu-check": (
         "tests/e2e/test_gpu_check.py",
         ["scripts/gpu_check.py", "def test_every_step_runs_in_small_on_a_cpu", "--out"],

@@ -28,7 +28,7 @@ NUMBERS: list[tuple[str, str, str, float]] = [
     ("runs", "the last five evaluations", "report.run_status:LAST_EVALUATIONS", 5),
     ("runs", "over the first ten and the last ten steps", "report.curves:TREND_STEPS", 10),
     ("runs", "writes three of each step", "rundir.run:RunSpec.samples", 3),
-    ("runs", "A file of weights above 16 MiB", "data.files.digest:_SAMPLED_BYTES", 16 * MIB),
+    ("runs", "A file of weights above 16 MiB", "base.digest:_SAMPLED_BYTES", 16 * MIB),
     ("data", "A parquet file above 256 MiB", "data.files.arrow:_IN_MEMORY_BYTES", 256 * MIB),
     ("rewards", "`concurrency` (1,024)", "rewards.pool:CONCURRENCY", 1024),
     ("rewards", "lists of at most 64 samples", "rewards.pool:BATCH_SAMPLES", 64),

@@ -57,7 +57,7 @@ class ScriptExperiment:
     model: Annotated[
         str,
         Common(
-            "run directory or Hugging Face checkpoint of models that name none (default: random weights)",
+            "run directory, Hugging Face checkpoint or GGUF file of models that name none (default: random weights)",
             metavar="DIR",
             group=NEEDED,
         ),

@@ -63,7 +63,7 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
     HEADING = NEEDED
 
     model: Annotated[
-        str, Option("run directory or Hugging Face checkpoint (default: that of --model)", metavar="DIR")
+        str, Option("run directory, Hugging Face checkpoint or GGUF file (default: that of --model)", metavar="DIR")
     ] = ""
     new_head: Annotated[bool, Option("put a new head on the checkpoint's layers")] = False
     with_optimizer: Annotated[bool, Option("take the optimizer's states of the run as well")] = False

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from platformdirs import user_cache_path
 
+from realhf.base.digest import content_digest
 from realhf.base.errors import UserError
-from realhf.data.files.digest import content_digest
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
 # Parquet files whose columns take less than this are held in memory.

@@ -15,10 +15,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from realhf.base import digest
+from realhf.base.digest import known_digest
 from realhf.base.errors import UserError
-from realhf.data.files import arrow, digest, jsonl, opening
+from realhf.data.files import arrow, jsonl, opening
 from realhf.data.files.arrow import ArrowFile
-from realhf.data.files.digest import known_digest
 from realhf.data.files.jsonl import JSONLFile, line_borders
 from realhf.data.files.opening import data_files, open_rows
 from realhf.data.files.rows import Record, Shards

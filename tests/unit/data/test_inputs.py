@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.base import digest
+from realhf.base.digest import content_digest, known_digest
 from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
-from realhf.data.files import digest
-from realhf.data.files.digest import content_digest, known_digest
 from realhf.data.inputs import InputFile, check_inputs, inputs_of, keep_inputs
 from realhf.data.merged import MergedDataset
 from realhf.geometry.parameters import decoder_parameters
