@@ -16,8 +16,8 @@ def sample_of(
     tokens: Sequence[int],
     with_tokens: bool,
 ) -> Sample:
-    """The first sample of a run's first step: a response to the prompt of a row. `tokens` are those of the response; the
-    sample has them where a function asks for them (`with_tokens`)."""
+    """A response to the prompt of a row, as the first sample of a run's first step. `tokens` are those of the response;
+    the sample has them where a function asks for them (`with_tokens`)."""
     return Sample(
         id=0,
         step=0,
