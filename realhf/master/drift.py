@@ -11,6 +11,8 @@ from realhf.rundir.events import Event
 WINDOW = 10
 # Steps that are left out after a start: first calls are slower.
 WARM_UP = 1
+# A difference below this share of a step is no news: it changes neither the step nor the choice of a plan.
+LEAST_SHARE = 0.05
 
 
 def call_factors(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -31,7 +33,8 @@ class DriftWatch:
     """Reports each call once when its time has drifted from the prediction, as the steps of a run end.
 
     Args:
-        threshold: above 1; a call has drifted if its factor is above it, or below 1 / it.
+        threshold: above 1; a call has drifted if its factor is above it, or below 1 / it, and the difference is at
+            least `LEAST_SHARE` of the median step.
         reported: calls that an earlier start of the run has reported under the same plan.
     """
 
@@ -53,16 +56,27 @@ class DriftWatch:
         calls = [
             name
             for name, factor in factors.items()
-            if name not in self._reported and not 1 / self._threshold <= factor <= self._threshold
+            if name not in self._reported
+            and not 1 / self._threshold <= factor <= self._threshold
+            and self._matters(name)
         ]
         self._reported.update(calls)
         return [self._describe(name, factors[name]) for name in calls]
 
-    def _describe(self, name: str, factor: float) -> str:
+    def _matters(self, name: str) -> bool:
+        measured_s, predicted_s = self._seconds(name)
+        step_s: float = statistics.median(line["time_s"] for line in self._lines)
+        return abs(measured_s - predicted_s) >= LEAST_SHARE * step_s
+
+    def _seconds(self, name: str) -> tuple[float, float]:
+        """Measured and predicted, the medians over the steps with the call."""
         calls = [line["calls"][name] for line in self._lines if name in line["calls"]]
-        measured_s, predicted_s = (
-            statistics.median(call[field] for call in calls) for field in ("seconds", "predicted_s")
-        )
+        measured_s: list[float] = [call["seconds"] for call in calls]
+        predicted_s: list[float] = [call["predicted_s"] for call in calls]
+        return statistics.median(measured_s), statistics.median(predicted_s)
+
+    def _describe(self, name: str, factor: float) -> str:
+        measured_s, predicted_s = self._seconds(name)
         limit = f"{self._threshold:g}" if factor > 1 else f"1 / {self._threshold:g}"
         return (
             f"{name} takes {factor:.3g} times as long as the plan predicts ({measured_s:.3g} s, not {predicted_s:.3g} "

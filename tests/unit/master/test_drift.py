@@ -6,9 +6,12 @@ from realhf.master.drift import WARM_UP, WINDOW, DriftWatch, call_factors, repor
 from realhf.rundir.events import Event
 
 
-def line(**seconds: float) -> dict[str, Any]:
+def line(step_s: float = 10.0, **seconds: float) -> dict[str, Any]:
     """A step of calls that were predicted to take 2 s."""
-    return {"calls": {name: {"seconds": value, "predicted_s": 2.0} for name, value in seconds.items()}}
+    return {
+        "time_s": step_s,
+        "calls": {name: {"seconds": value, "predicted_s": 2.0} for name, value in seconds.items()},
+    }
 
 
 def test_factors_are_medians_of_measured_over_predicted() -> None:
@@ -30,6 +33,13 @@ def test_too_long_and_too_short_are_both_drift() -> None:
         "short takes 0.6 times as long as the plan predicts (1.2 s, not 2 s), less than --drift-threshold allows "
         "(1 / 1.5)",
     ]
+
+
+def test_a_difference_of_little_importance_to_the_step_is_no_drift() -> None:
+    """1.2 s more than predicted, and 0.8 s less: a twentieth of 24 s, and of 16 s."""
+    for step_s, expected in ((15.9, 2), (16.1, 1), (23.9, 1), (24.1, 0)):
+        steps = [line(step_s, long=3.2, short=1.2)] * (WARM_UP + WINDOW)
+        assert len(told(DriftWatch(1.5), *steps)) == expected, step_s
 
 
 def test_the_first_step_and_single_slow_ones_are_no_drift() -> None:
