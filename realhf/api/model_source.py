@@ -2,6 +2,7 @@
 checkpoints."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from realhf.base.files import BadContentError, decode_json, read_file
 from realhf.gguf.cache import find_gguf, hugging_face_directory
 
 _CONFIG, _INDEX, _TOKENIZER = "config.json", "index.json", "tokenizer.json"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or data set on the Hugging Face hub
 _REMEDY = (
     "give a Hugging Face directory (config.json, safetensors), a GGUF file, the directory of a run, or one of its "
     "models, RUN_DIR/checkpoints/latest/MODEL"
@@ -72,7 +74,8 @@ def model_source(
     if path and (file := find_gguf(directory)):
         path = str(directory := hugging_face_directory(file))
     if not path or not directory.is_dir():
-        raise UserError(f"model {path!r}: no such directory; {_REMEDY}")
+        is_of_hub = HUB_NAME.fullmatch(path) and not directory.parent.exists()
+        raise UserError(f"model {path!r}: no such directory; {_download(path) if is_of_hub else _REMEDY}")
     if (directory / _CONFIG).is_file():
         found = transformers_model(path) if backend == TRANSFORMERS else architecture(path)
         head = _head_of(directory / _CONFIG)
@@ -81,6 +84,14 @@ def model_source(
     found = _saved(checkpoint)
     return ModelSource(
         checkpoint=str(checkpoint), architecture=found, head=found.head, tokenizer=_tokenizer_of_run(checkpoint)
+    )
+
+
+def _download(name: str) -> str:
+    folder = name.partition("/")[2]
+    return (
+        "nothing is downloaded: where this is a name on the Hugging Face hub, get it first, with "
+        f"`hf download {name} --local-dir {folder}`, and give --model ./{folder}"
     )
 
 

@@ -1,24 +1,19 @@
 """The help of a command: its common options or all of them, the fields of the experiment, the launcher's options."""
 
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import tyro
-
-from realhf.api.experiment import SETTINGS_ATTRIBUTE, OptimizerConfig
-from realhf.api.script.experiment import ScriptExperiment
-from realhf.base.options import RANDOM_WEIGHTS, Common, Option, OptionField, declarations
+from realhf.api.experiment import SETTINGS_ATTRIBUTE
+from realhf.api.fields import experiment_fields
+from realhf.base.options import RANDOM_WEIGHTS, OptionField
 from realhf.cli import parser
 from realhf.cli.command import HELP, HELP_ALL, Command, launcher_heading
 from realhf.cli.options import METAVARS, add_options, default_text
 from realhf.experiments import ready_experiments
 from realhf.launch.launcher import LAUNCHERS, find_launcher
 from realhf.rundir.run import load_experiment_class
-
-Names = tuple[str, ...]
 
 
 def help_of(name: str, words: Sequence[str]) -> str:
@@ -68,42 +63,3 @@ def _shown(one: OptionField) -> dict[str, Any]:
     if get_origin(value) is tuple:
         return {"metavar": metavar or f"{METAVARS.get(get_args(value)[0], 'VALUE')} ..."}
     return {"metavar": metavar or METAVARS.get(value, "VALUE")}
-
-
-def experiment_fields(cls: type[Any]) -> Iterator[OptionField]:
-    """The fields of an experiment's dataclass that a command line can set, by the names that tyro gives them. Those of
-    optimizers are left out for models that the script only reads."""
-    untrained = cls.untrained() if issubclass(cls, ScriptExperiment) else frozenset[str]()
-    of_optimizer = {one.name for one in fields(OptimizerConfig)} | {"with_optimizer"}
-    for path, one in _within(cls):
-        if not (path[0] in untrained and path[-1] in of_optimizer):
-            yield one
-
-
-def _within(
-    of: type[Any], values: Any = None, path: Names = (), names: Names = ()
-) -> Iterator[tuple[Names, OptionField]]:
-    """The fields of a dataclass and of those in it, each with its path. `values`: has their defaults, where it is not
-    None. `names`: the parts of an option's name that come before theirs."""
-    known = declarations(of)
-    for one in fields(of):
-        declared, about = known[one.name]
-        if tyro.conf.Suppress in about:
-            continue
-        default = _default(one) if values is None else getattr(values, one.name)
-        is_named = not any(getattr(argument, "name", None) == "" for argument in about)
-        inner, outer = (*path, one.name), (*names, one.name.replace("_", "-")) if is_named else names
-        if isinstance(declared, type) and is_dataclass(declared):
-            yield from _within(declared, None if default is inspect.Parameter.empty else default, inner, outer)
-            continue
-        option = next((argument for argument in about if isinstance(argument, Option)), Common(""))
-        heading = option.group or (path[0] if path else "fields")
-        last = f"[no-]{outer[-1]}" if default is True else outer[-1]
-        flag = f"--{'.'.join((*outer[:-1], last))}"
-        yield inner, OptionField(flag=flag, type=declared, default=default, option=replace(option, group=heading))
-
-
-def _default(one: Field[Any]) -> Any:
-    if one.default_factory is not MISSING:
-        return one.default_factory()
-    return inspect.Parameter.empty if one.default is MISSING else one.default

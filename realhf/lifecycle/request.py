@@ -19,6 +19,7 @@ from realhf.base.options import Common, Option, Options, check_options
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
+from realhf.lifecycle.other_names import check_names
 from realhf.planning.request import Measured, PlannedHardware, PlanRequest
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import (
@@ -173,12 +174,14 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
     """The experiment of a file, its fields set from `--field value` words, else as in a `saved` run or by default.
 
     Raises:
-        UserError: the file has no such class, or `saved` is of another one; data is given twice.
+        UserError: the file has no such class, `saved` is of another one, data is given twice, or a word is an option of
+            another library.
         SystemExit: a word is wrong, which is explained on stderr (code 2), with the command that lists the fields.
     """
     cls = load_experiment_class(path)
     _check_data_given_once(words)
     prog = f"realhf COMMAND {path}"
+    check_names(cls, words)
     if saved is not None and cls.__name__ != saved.experiment_class:
         raise UserError(
             f"{path} has the experiment {cls.__name__}, the run is one of {saved.experiment_class} in "

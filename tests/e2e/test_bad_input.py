@@ -45,6 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "nothing").mkdir()
     shutil.copytree(folder / "model", folder / "base")
     (folder / "base" / "chat_template.jinja").unlink()
+    shutil.copytree(folder / "model", folder / "mute", ignore=shutil.ignore_patterns("tokenizer.json"))
     shutil.copytree(folder / "model", folder / "small")
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "small" / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
@@ -78,7 +79,16 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     "no such column": ({"--prompt-field": "question"}, "'question' is none of its columns, which are prompt, answer"),
     "unknown columns": ({"--data": "odd.jsonl"}, r"none of its columns \(asked, answer\) is known as the prompt"),
     "no data": ({"--data": None}, "name its file: --data FILE"),
-    "no such data": ({"--data": "nowhere.jsonl"}, "nowhere.jsonl: no such file or directory"),
+    "no such data": (
+        {"--data": "nowhere.jsonl"},
+        r"nowhere.jsonl: no such .*\(the folder has broken.jsonl, chats.jsonl, ",
+    ),
+    "data with a typo": ({"--data": "trian.jsonl"}, "trian.jsonl: no such file .*; did you mean train.jsonl\\?"),
+    "data in no folder": ({"--data": "data/train.jsonl"}, "there is no folder data; correct the path"),
+    "data of a hub": (
+        {"--data": "openai/gsm8k"},
+        r"nothing is downloaded.*load_dataset\('openai/gsm8k', split='train'\)",
+    ),
     "empty data": ({"--data": "empty.jsonl"}, "empty.jsonl: the file is empty"),
     "broken data": ({"--data": "broken.jsonl"}, "broken.jsonl, line 2: broken JSON"),
     "few rows": ({"--batch-size": "256"}, "16 rows.*fewer than batch_size=256"),
@@ -108,6 +118,11 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "no model": ({"--model": None}, "no model came with one; give --model DIR"),
     "no such model": ({"--model": "nowhere"}, "model 'nowhere': no such directory; give a Hugging Face directory"),
+    "a model of a hub": ({"--model": "Qwen/Qwen2.5-1.5B"}, "`hf download Qwen/Qwen2.5-1.5B --local-dir Qwen2.5-1.5B`"),
+    "a model without a tokenizer": (
+        {"--model": "mute"},
+        r"the model mute came without a tokenizer.json; give --tokenizer DIR, .*from_pretrained\('mute'\)",
+    ),
     "a folder without a model": ({"--model": "nothing"}, "no checkpoint of a model is there; give a Hugging Face"),
     "another tokenizer": ({"--model": "small"}, "token id .* has vocab_size=64.*use the tokenizer that"),
     "a number out of range": ({"--actor.lr": "-1"}, "lr -1.0 is not from .* give a number in that range"),
@@ -139,6 +154,20 @@ def test_one_paragraph_says_what_to_do(
         (["--grpo.clip-hgih", "0.3"], "Perhaps you meant.*--grpo.clip-high"),
         (["--samples-per-prompt", "4"], "Perhaps you meant.*--grpo.samples-per-prompt"),
         (["--steps", "many"], "--steps.*'many'"),
+        (
+            [
+                "--learning-rate",
+                "1e-6",
+                "--num_generations=4",
+                "--gradient-accumulation-steps",
+                "2",
+                "--lora-rank",
+                "8",
+            ],
+            "--learning-rate: give --actor.lr; --num_generations: give --grpo.samples-per-prompt; "
+            "--gradient-accumulation-steps: the plan chooses .* --mini-batches .*; --lora-rank: there are no adapters",
+        ),
+        (["actor_rollout_ref.rollout.n=4"], "actor_rollout_ref.rollout.n: give --grpo.samples-per-prompt"),
         (["--dtype", "fp16"], "'fp16'.*'bfloat16'"),
     ],
 )

@@ -175,6 +175,13 @@ class ScriptExperiment:
     def _tokenizer(self) -> str:
         """A tokenizer.json, or the directory of one."""
         found = self.tokenizer or next((s.tokenizer for s in self._sources.values() if s.tokenizer), "")
+        without = next((source.checkpoint for source in self._sources.values() if source.checkpoint), None)
+        if not found and without:
+            raise UserError(
+                f"the model {without} came without a tokenizer.json; give --tokenizer DIR, the directory of one, or "
+                "write it there from a tokenizer of another form, with transformers: "
+                f"AutoTokenizer.from_pretrained({without!r}).save_pretrained({without!r})"
+            )
         if not found:
             raise UserError(
                 "there is no tokenizer: no model came with one; give --model DIR, or, for a model of random weights, "

@@ -3,8 +3,10 @@
 
 import glob
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
+from realhf.api.model_source import HUB_NAME
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_loose_json, open_regular, read_bytes
 from realhf.data.files.arrow import open_arrow, open_parquet
@@ -14,7 +16,6 @@ from realhf.data.tasks import rewards_of, task_file
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 FORMATS = "JSONL (one object a line), parquet, or a folder that `datasets` saved (save_to_disk)"
-MAKE_DATA = "`python -m realhf.data.sort_task DIR` makes the data of the sorting task"
 # The first bytes of common files that are no data files.
 _ARCHIVES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2"}
 _START_BYTES = 8  # as many as a format is known by, and more
@@ -36,11 +37,24 @@ def open_rows(path: str) -> RowFile:
         rows = files[0] if len(files) == 1 else Shards(files)
     except OSError as error:
         what = (error.strerror or str(error)).lower()
-        raise UserError(f"data set {path}: {what}; correct the path or make the file ({MAKE_DATA})") from None
+        raise UserError(f"data set {path}: {what}; {_remedy(Path(path))}") from None
     if not len(rows):
         what = "the file is empty" if Path(path).is_file() else "its files are empty"
         raise UserError(f"data set {path}: {what}; it needs at least one line")
     return rows
+
+
+def _remedy(path: Path) -> str:
+    """For a path that cannot be read: the name that is meant, the data files there are, or how to get a hub's data."""
+    if not path.parent.is_dir():
+        if HUB_NAME.fullmatch(str(path)) and path.suffix not in SUFFIXES:
+            load = f"datasets.load_dataset('{path}', split='train').to_json('train.jsonl')"
+            return f"nothing is downloaded: save a data set of the Hugging Face hub first, {load}"
+        return f"there is no folder {path.parent}; correct the path"
+    names = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)
+    if meant := get_close_matches(path.name, names, 1, cutoff=0.85):
+        return f"did you mean {path.with_name(meant[0])}?"
+    return f"correct the path (the folder has {', '.join(names[:8])})" if names else "correct the path"
 
 
 def data_files(path: str) -> list[Path]:

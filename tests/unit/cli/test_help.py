@@ -10,9 +10,10 @@ import tyro
 
 from realhf import cli
 from realhf.api.experiment import OptimizerConfig
+from realhf.api.fields import experiment_fields
 from realhf.base.options import flags
 from realhf.cli.command import HELP
-from realhf.cli.help import experiment_fields, help_of
+from realhf.cli.help import help_of
 from realhf.experiments import ready_experiments
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.rundir.run import load_experiment_class

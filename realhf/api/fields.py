@@ -1,0 +1,62 @@
+"""The fields of an experiment as the options that set them on a command line."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from typing import Any
+
+import tyro
+
+from realhf.api.experiment import OptimizerConfig
+from realhf.api.script.experiment import ScriptExperiment
+from realhf.base.options import Common, Option, OptionField, declarations
+
+Names = tuple[str, ...]
+
+
+def flags_of(cls: type[Any]) -> Mapping[str, list[str]]:
+    """By the name of a field, without those that it lies in, the options that set fields of this name."""
+    found: dict[str, list[str]] = {}
+    for one in experiment_fields(cls):
+        plain = one.flag.replace("[no-]", "")
+        found.setdefault(plain.rpartition(".")[2].removeprefix("--").replace("-", "_"), []).append(plain)
+    return found
+
+
+def experiment_fields(cls: type[Any]) -> Iterator[OptionField]:
+    """The fields of an experiment's dataclass that a command line can set, by the names that tyro gives them. Those of
+    optimizers are left out for models that the script only reads."""
+    untrained = cls.untrained() if issubclass(cls, ScriptExperiment) else frozenset[str]()
+    of_optimizer = {one.name for one in fields(OptimizerConfig)} | {"with_optimizer"}
+    for path, one in _within(cls):
+        if not (path[0] in untrained and path[-1] in of_optimizer):
+            yield one
+
+
+def _within(
+    of: type[Any], values: Any = None, path: Names = (), names: Names = ()
+) -> Iterator[tuple[Names, OptionField]]:
+    """The fields of a dataclass and of those in it, each with its path. `values`: has their defaults, where it is not
+    None. `names`: the parts of an option's name that come before theirs."""
+    known = declarations(of)
+    for one in fields(of):
+        declared, about = known[one.name]
+        if tyro.conf.Suppress in about:
+            continue
+        default = _default(one) if values is None else getattr(values, one.name)
+        is_named = not any(getattr(argument, "name", None) == "" for argument in about)
+        inner, outer = (*path, one.name), (*names, one.name.replace("_", "-")) if is_named else names
+        if isinstance(declared, type) and is_dataclass(declared):
+            yield from _within(declared, None if default is inspect.Parameter.empty else default, inner, outer)
+            continue
+        option = next((argument for argument in about if isinstance(argument, Option)), Common(""))
+        heading = option.group or (path[0] if path else "fields")
+        last = f"[no-]{outer[-1]}" if default is True else outer[-1]
+        flag = f"--{'.'.join((*outer[:-1], last))}"
+        yield inner, OptionField(flag=flag, type=declared, default=default, option=replace(option, group=heading))
+
+
+def _default(one: Field[Any]) -> Any:
+    if one.default_factory is not MISSING:
+        return one.default_factory()
+    return inspect.Parameter.empty if one.default is MISSING else one.default
