@@ -4,6 +4,8 @@ A batch of rollouts has the columns `prompt` and `seq` (prompt and response). `[
 the response tokens of all samples end to end.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,13 @@ def response_logprobs(logits: Logits | WholeLogits, batch: Batch, temperature: f
     """[responses], of the response tokens, from logits [tokens, vocab]."""
     positions = response_positions(batch, logits.device)
     return token_logprobs(logits[positions], batch.packed("seq").values[positions + 1], temperature)
+
+
+def response_distributions(logits: Logits | WholeLogits, batch: Batch, temperature: float = 1.0) -> Iterator[Tensor]:
+    """By sample log softmax(logits / temperature) where a response token is predicted, [response, vocab] in at least
+    float32, from logits [tokens, vocab]; one sample's exist at a time."""
+    for positions in response_positions(batch, logits.device).split(response_lengths(batch)):
+        yield at_least_fp32(logits[positions].full()).div(temperature).log_softmax(-1)
 
 
 def response_values(head: Tensor, batch: Batch) -> Tensor:

@@ -14,6 +14,7 @@ from realhf.api.generation import GenerationOptions as GenerationOptions
 from realhf.api.model_source import ModelSource as ModelSource
 from realhf.api.model_source import model_source as model_source
 from realhf.api.script.columns import Columns as Columns
+from realhf.api.script.config import Distributions as Distributions
 from realhf.api.script.config import Generate as Generate
 from realhf.api.script.config import Logprobs as Logprobs
 from realhf.api.script.config import Measure as Measure
@@ -33,6 +34,7 @@ from realhf.api.script.functions import sequence_sum_over as sequence_sum_over
 from realhf.api.script.functions import tensor_function as tensor_function
 from realhf.api.script.models import Policy as Policy
 from realhf.api.script.models import RewardModel as RewardModel
+from realhf.api.script.models import Teacher as Teacher
 from realhf.api.script.models import ValueModel as ValueModel
 from realhf.api.script.models import model_method as model_method
 from realhf.api.script.reward import Reward as Reward

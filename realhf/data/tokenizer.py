@@ -108,10 +108,15 @@ class TextTokenizer:
         return self._named("pad_token")
 
     @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens, by their texts."""
+        found: dict[str, int] = self._tokenizer.get_vocab()
+        return found
+
+    @cached_property
     def largest_token(self) -> int:
         """The largest id of the tokenizer."""
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        return max(vocabulary.values(), default=-1)
+        return max(self.vocabulary.values(), default=-1)
 
     def token(self, text: str) -> int | None:
         """The id of a token by its text; None where the tokenizer has no such token."""

@@ -5,6 +5,7 @@ one tile at a time: some tokens and some of the vocabulary. Their memory depends
 of sequences. The backward pass computes each tile again.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,11 +33,13 @@ class TokenLogprobs:
 
     logprob: log softmax(logits / temperature) at the token, with gradient.
     is_top: True where no other token is more likely.
+    logsumexp: of logits / temperature, without gradient.
     entropy: of the distribution, in nats, with gradient; None unless asked for.
     """
 
     logprob: Tensor
     is_top: Tensor
+    logsumexp: Tensor
     entropy: Tensor | None = None
 
 
@@ -92,11 +95,14 @@ class Logits:
         assert tokens.shape == self.hidden.shape[:1], f"{tuple(tokens.shape)} tokens for {len(self)} rows of logits"
         self._check(tokens)
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (self.hidden, *self.slices))
+        softmax = self.softmax(temperature, with_entropy=with_entropy)
+        logprob, entropy, is_top, logsumexp = _TokenLogprobs.apply(self.hidden, tokens, softmax, keeps, *self.slices)
+        return TokenLogprobs(logprob, is_top, logsumexp, entropy if with_entropy else None)
+
+    def softmax(self, temperature: float, *, with_entropy: bool = False) -> "Softmax":
+        """The settings of the tiles."""
         chunk_bytes = self.chunk_bytes or (LOGITS_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES)
-        logprob, entropy, is_top = _TokenLogprobs.apply(
-            self.hidden, tokens, _Softmax(temperature, self.group, chunk_bytes, with_entropy), keeps, *self.slices
-        )
-        return TokenLogprobs(logprob, is_top, entropy if with_entropy else None)
+        return Softmax(temperature, self.group, chunk_bytes, with_entropy)
 
     def _check(self, tokens: Tensor) -> None:
         if not len(tokens):
@@ -134,14 +140,15 @@ class WholeLogits:
 
     def of_tokens(self, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False) -> TokenLogprobs:
         """Log-probabilities of `tokens` [n] int64."""
-        scaled = self.logits.to(_wide(self.logits.dtype)) / temperature
+        scaled = self.logits.to(at_least_float32(self.logits.dtype)) / temperature
         picked = scaled.gather(-1, tokens[:, None])[:, 0]
         entropy = torch.distributions.Categorical(logits=scaled).entropy() if with_entropy else None
-        return TokenLogprobs(picked - scaled.logsumexp(-1), picked >= scaled.amax(-1), entropy)
+        logsumexp = scaled.logsumexp(-1)
+        return TokenLogprobs(picked - logsumexp, picked >= scaled.amax(-1), logsumexp.detach(), entropy)
 
 
 @dataclass(frozen=True)
-class _Softmax:
+class Softmax:
     """The settings that all tiles have in common."""
 
     temperature: float
@@ -161,12 +168,12 @@ class _Softmax:
 
     def scaled(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """logits / temperature of some rows and some of the vocabulary, in at least float32, a new tensor."""
-        logits = linear(hidden, weight).to(_wide(hidden.dtype))
+        logits = linear(hidden, weight).to(at_least_float32(hidden.dtype))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(hidden, tokens, slices of the weight) -> (log-probability, entropy or zeros, is_top), each [n].
+    """(hidden, tokens, slices of the weight) -> (log-probability, entropy or zeros, is_top, logsumexp), each [n].
 
     With p = softmax(z), z = logits / temperature, the gradients of z are, Kronecker's delta at the token t,
 
@@ -181,9 +188,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, tokens: Tensor, softmax: _Softmax, keeps: bool, *weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide, rows = _wide(hidden.dtype), len(hidden)
+        ctx: Any, hidden: Tensor, tokens: Tensor, softmax: Softmax, keeps: bool, *weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide, rows = at_least_float32(hidden.dtype), len(hidden)
         rank = 0 if softmax.group is None else dist.get_rank(softmax.group)
         local = tokens - rank * sum(map(len, weights))
         is_fused = fused.trains(hidden, *weights) if keeps else fused.takes(hidden, *weights)
@@ -222,67 +229,90 @@ class _TokenLogprobs(torch.autograd.Function):
             ctx.save_for_backward(hidden, local, logsumexp, entropy, kept, *(weights if len(weights) == 1 else ()))
             ctx.softmax, ctx.is_fused, ctx.slices = softmax, is_fused, weights
         is_top = picked >= greatest
-        ctx.mark_non_differentiable(is_top)
-        return picked - logsumexp, entropy, is_top
+        ctx.mark_non_differentiable(is_top, logsumexp)
+        return picked - logsumexp, entropy, is_top, logsumexp
 
     @staticmethod
-    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, local, logsumexp, entropy, kept, *whole = ctx.saved_tensors
-        given = _Given(ctx.softmax, ctx.is_fused, hidden, logsumexp, entropy, grad_logprob, grad_entropy)
-        weights: Sequence[Tensor] = whole or ctx.slices
+        given = _OfTokens(ctx.softmax, hidden, logsumexp, ctx.is_fused, local, entropy, grad_logprob, grad_entropy)
+        needs_hidden, _, _, _, *needs = ctx.needs_input_grad
+        of_hidden, of_weights = given.through(ctx.slices, whole, needs_hidden, needs, kept)
+        return of_hidden, None, None, None, *of_weights
+
+
+@dataclass(frozen=True)
+class Gradients(ABC):
+    """The backward pass of a function of the logits: what its tiles share, and the gradient of each tile's logits."""
+
+    softmax: Softmax
+    hidden: Tensor
+    logsumexp: Tensor
+
+    @abstractmethod
+    def of_logits(self, weight: Tensor, at: slice, columns: slice, kept: Tensor | None) -> Tensor:
+        """The gradient of a tile's logits, [rows, vocabulary of the tile], in the dtype of `hidden`.
+
+        Args:
+            weight: the tile's rows of the weight.
+            columns: the tile's part of this rank's vocabulary.
+            kept: the tile's logits, where the forward pass has kept them.
+        """
+
+    def through(
+        self,
+        slices: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        needs_hidden: bool,
+        needs: Sequence[bool],
+        kept: Tensor | None = None,
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradients of `hidden` and of the slices of the weight, as far as they are needed.
+
+        Args:
+            whole: the weight as it was saved, if it is one slice; else none.
+            kept: the logits of the last tile.
+        """
+        hidden, weights = self.hidden, whole or slices
         of_weights: list[Tensor | None] = []
         # Parts of the vocabulary add up in float32 at least.
-        is_one = len(weights) == 1 and len(given.tiles(weights[0])[0]) == 1
+        is_one = len(weights) == 1 and len(self._tiles(weights[0])[0]) == 1
         grad_hidden: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if is_one else logsumexp.dtype)
+        if needs_hidden:
+            grad_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if is_one else self.logsumexp.dtype)
         first = sum(map(len, weights))
-        for weight, leaf, needs in reversed(list(zip(weights, ctx.slices, ctx.needs_input_grad[4:], strict=True))):
+        for weight, leaf, is_needed in reversed(list(zip(weights, slices, needs, strict=True))):
             first -= len(weight)
             before_use(leaf)
-            sink = gradient_sink(leaf) if needs else None
+            sink = gradient_sink(leaf) if is_needed else None
             grad_weight = None
-            if needs and sink is None:  # without rows no part of it is written below
+            if is_needed and sink is None:  # without rows no part of it is written below
                 grad_weight = torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)
-            last = kept if leaf is ctx.slices[-1] else None
-            for columns, of_columns in given.gradients(weight, local - first, grad_hidden, needs, last):
+            last = kept if leaf is slices[-1] else None
+            for columns, of_columns in self._of_slice(weight, first, grad_hidden, is_needed, last):
                 if sink is not None:
                     sink[columns] += of_columns
                 elif grad_weight is not None:
                     grad_weight[columns] = of_columns
             of_weights.insert(0, grad_weight)
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), None, None, None, *of_weights
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), of_weights
 
-
-@dataclass(frozen=True)
-class _Given:
-    """The state that the backward pass of `_TokenLogprobs` shares among its tiles."""
-
-    softmax: _Softmax
-    is_fused: bool
-    hidden: Tensor
-    logsumexp: Tensor
-    entropy: Tensor
-    grad_logprob: Tensor
-    grad_entropy: Tensor
-
-    def tiles(self, weight: Tensor) -> tuple[list[slice], list[slice]]:
+    def _tiles(self, weight: Tensor) -> tuple[list[slice], list[slice]]:
         return self.softmax.tiles(len(self.hidden), len(weight), self.logsumexp.dtype.itemsize)
 
-    def gradients(
-        self, weight: Tensor, local: Tensor, grad_hidden: Tensor | None, needs_weight: bool, kept: Tensor | None
+    def _of_slice(
+        self, weight: Tensor, first: int, grad_hidden: Tensor | None, needs_weight: bool, kept: Tensor | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Adds to the gradient of `hidden` the part that comes through a slice of the weight; gives the slice's own,
-        part by part, if that is needed. `kept`: the logits of its last tile."""
+        part by part, if that is needed. `first`: its first row; `kept`: the logits of its last tile."""
         hidden = self.hidden
-        in_vocab, in_rows = self.tiles(weight)
+        in_vocab, in_rows = self._tiles(weight)
         for columns in in_vocab:
-            there, is_there = _within(local, columns)
-            at_token = self.grad_logprob * is_there
             of_columns: Tensor | None = None  # the gradient of these rows of the weight
+            place = slice(first + columns.start, first + columns.stop)
             for at in in_rows:
                 is_last = columns is in_vocab[-1] and at is in_rows[-1]
-                grad = self._of_logits(weight[columns], at, there[at], at_token[at], kept if is_last else None)
+                grad = self.of_logits(weight[columns], at, place, kept if is_last else None)
                 if grad_hidden is not None:
                     grad_hidden[at] += linear(grad, weight[columns].T)
                 if needs_weight:
@@ -293,9 +323,21 @@ class _Given:
             if of_columns is not None:
                 yield columns, of_columns
 
-    def _of_logits(self, weight: Tensor, at: slice, there: Tensor, at_token: Tensor, kept: Tensor | None) -> Tensor:
-        """The gradient of a tile's logits, [rows, vocabulary of the tile]."""
+
+@dataclass(frozen=True)
+class _OfTokens(Gradients):
+    """Those of `_TokenLogprobs`."""
+
+    is_fused: bool
+    local: Tensor  # the tokens' places in this rank's vocabulary
+    entropy: Tensor
+    grad_logprob: Tensor
+    grad_entropy: Tensor
+
+    def of_logits(self, weight: Tensor, at: slice, columns: slice, kept: Tensor | None) -> Tensor:
         softmax, hidden = self.softmax, self.hidden[at]
+        there, is_there = _within(self.local[at], columns)
+        at_token = self.grad_logprob[at] * is_there
         if self.is_fused:
             logits = linear(hidden, weight) if kept is None else kept
             of_rows = (self.logsumexp[at], self.grad_logprob[at], at_token)
@@ -340,5 +382,5 @@ def _joined(parts: Tensor) -> Tensor:
     return torch.stack([whole, greatest.amax(0), picked.sum(0), (share * mean).sum(0)])
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)

@@ -16,8 +16,9 @@ from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.parallel.divergence import Target, generalised_jsd
 from realhf.parallel.groups import GroupTable, ParallelGroups
-from realhf.parallel.vocabulary import Logits
+from realhf.parallel.vocabulary import Logits, WholeLogits
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import (
     ONE_RANK,
@@ -184,7 +185,7 @@ def run_cases(cases: dict[str, Case], table: GroupTable) -> dict[str, Outcome]:
     }
 
 
-ROWS, VOCAB, HIDDEN, TEMPERATURE = 13, 20, 6, 0.8
+ROWS, VOCAB, HIDDEN, TEMPERATURE, BETA = 13, 20, 6, 0.8, 0.3
 
 
 def vocabulary_inputs() -> list[torch.Tensor]:
@@ -195,6 +196,16 @@ def vocabulary_inputs() -> list[torch.Tensor]:
     return [hidden.requires_grad_(), weight, torch.randint(VOCAB, (ROWS,), generator=generator), *factors]
 
 
+def compared() -> dict[str, Target]:
+    """Distributions to be compared with: of the whole vocabulary, and of five tokens anywhere in it."""
+    logprob = torch.randn((ROWS, VOCAB), generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(
+        -1
+    )
+    best, tokens = logprob.topk(5)
+    others = (1 - best.exp().sum(-1, keepdim=True)).log()
+    return {"whole": Target(logprob), "few": Target(torch.cat([best, others], -1), tokens)}
+
+
 def part_of_vocabulary(groups: ParallelGroups) -> dict[str, np.ndarray]:
     hidden, weight, tokens, *factors = vocabulary_inputs()
     part = weight.chunk(WORLD_SIZE)[groups.tp_index].clone().requires_grad_()
@@ -202,7 +213,15 @@ def part_of_vocabulary(groups: ParallelGroups) -> dict[str, np.ndarray]:
     result = logits.of_tokens(tokens, TEMPERATURE, with_entropy=True)
     (result.logprob * factors[0] + result.entropy * factors[1]).sum().backward()
     found = {"logprob": result.logprob, "entropy": result.entropy, "is_top": result.is_top, "hidden": hidden.grad}
-    return {name: x.detach().numpy() for name, x in {**found, "weight": part.grad, "full": logits.full()}.items()}
+    found |= {"weight": part.grad, "full": logits.full()}
+    for name, target in compared().items():
+        hidden, part = hidden.detach().requires_grad_(), part.detach().requires_grad_()
+        logits = Logits(hidden, part, groups.tensor, chunk_bytes=4 * len(part) * 8)
+        logsumexp = logits.of_tokens(tokens, TEMPERATURE).logsumexp
+        divergence = generalised_jsd(logits, logsumexp, target, BETA, TEMPERATURE)
+        (divergence * factors[0]).sum().backward()
+        found |= {f"{name} divergence": divergence, f"{name} hidden": hidden.grad, f"{name} weight": part.grad}
+    return {name: x.detach().numpy() for name, x in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +370,23 @@ def test_log_probabilities_from_parts_of_the_vocabulary(ranks: list[Ranks]) -> N
     # Each rank has the part of the gradient that comes through its vocabulary.
     np.testing.assert_allclose(sum(part["hidden"] for part in parts), hidden.grad, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(np.concatenate([part["weight"] for part in parts]), weight.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["whole", "few"])
+def test_divergences_from_parts_of_the_vocabulary(ranks: list[Ranks], name: str) -> None:
+    hidden, weight, tokens, factor, _ = vocabulary_inputs()
+    weight.requires_grad_()
+    logits = WholeLogits(F.linear(hidden, weight))
+    logsumexp = logits.of_tokens(tokens, TEMPERATURE).logsumexp
+    expected = generalised_jsd(logits, logsumexp, compared()[name], BETA, TEMPERATURE)
+    (expected * factor).sum().backward()
+    parts = [rank.vocabulary for rank in ranks]
+    for part in parts:
+        np.testing.assert_allclose(part[f"{name} divergence"], expected.detach(), rtol=1e-10)
+        np.testing.assert_array_equal(part[f"{name} divergence"], parts[0][f"{name} divergence"])
+    found = sum(part[f"{name} hidden"] for part in parts), np.concatenate([part[f"{name} weight"] for part in parts])
+    for mine, theirs in zip(found, (hidden.grad, weight.grad), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def relative(ours: np.ndarray, expected: np.ndarray) -> float:

@@ -59,6 +59,8 @@ RUN_HERE = {
     "--reward experiments/sort_rewards.py:right --eval-data runs/data/evaluation.jsonl --eval-batch-size 256 "
     "--eval-temperature 1 --actor.lr 1e-4 --steps 60 --grpo.max-new-tokens 9 "
     "--num-workers 2": "--steps 1 --batch-size 8",
+    "realhf run distill --model runs/sft --teacher runs/first --tokenizer runs/data --data runs/data/prompts.jsonl "
+    "--distill.max-new-tokens 9 --num-workers 2": "--steps 1 --batch-size 8",
     "python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model": "",
     'python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model --as-chat --system "Be brief."': "",
     "python -m realhf.data.look examples --path chats.parquet --tokenizer my-model --loss-on all --rows 3": "",

@@ -55,12 +55,14 @@ def rollouts_of(experiment: str, *words: str, models: tuple[str, ...] = ("actor"
 
 TWO_MODELS, THREE_MODELS = ("actor", "critic"), ("actor", "critic", "cost_critic")
 ADAPTIVE: dict[str, object] = {"kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100}
+TEACHER = ("--teacher", "{teacher}")
 PTX, JUDGED = ("--examples.data", "{examples}"), ("--reward.model", "{judge}")
 # Of each algorithm the options that keep state, leave out samples, or make more than one pass.
 JOBS = {
     "sft": Job("sft", "sft.jsonl", ()),
     "reward": Job("reward", "preferences.jsonl", ("--loss.epochs", "2"), ("judge",)),
     "dpo": Job("dpo", "preferences.jsonl", ("--dpo.sft-coef", "0.1")),
+    "distill": rollouts_of("distill", *TEACHER, *of("distill", beta=0.5, epochs=2)),
     "ppo": rollouts_of("ppo", *JUDGED, *of("ppo", normalise_values=True, entropy_coef=0.01), models=TWO_MODELS),
     "ppo-ptx": rollouts_of("ppo-ptx", *PTX, *COPIED, *of("ppo", **ADAPTIVE, epochs=2), models=TWO_MODELS),
     "grpo": rollouts_of("grpo", *DROPPED, *of("grpo", samples_per_prompt=4, epochs=2)),
@@ -90,6 +92,7 @@ VARIANTS = {
     "rloo, dropped": rollouts_of("rloo", *DROPPED, *of("rloo", epochs=2)),
     "remax, dropped": rollouts_of("remax", *DROPPED, *of("remax", epochs=2)),
     "safe-rlhf, dropped": rollouts_of("safe-rlhf", *DROPPED, *COST, *of("safe", epochs=2), models=THREE_MODELS),
+    "distill, few tokens": rollouts_of("distill", *TEACHER, *of("distill", beta=0, teacher_top_k=3)),
     "ipo": Job("dpo", "preferences.jsonl", ("--dpo.loss-type", "ipo")),
 }
 ALL_JOBS = JOBS | VARIANTS
@@ -181,8 +184,9 @@ class Runs:
         for model in job.models:
             words = (*words, f"--{model}.lr", "2e-3", f"--{model}.warmup-steps", "0")
         files = {"{examples}": str(self.data / "sft.jsonl")}
-        if "{judge}" in job.words:
-            files["{judge}"] = str(self.reference("reward").path)
+        for word, name in (("{judge}", "reward"), ("{teacher}", "sft")):
+            if word in job.words:
+                files[word] = str(self.reference(name).path)
         return (*words, *(files.get(word, word) for word in job.words))
 
 
@@ -211,9 +215,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 # With rules of the reward, pairs, groups and two models: the others with the slow tests.
-QUICK = ("sft", "dpo", "ppo", "grpo")
+QUICK = ("sft", "dpo", "ppo", "grpo", "distill")
 # Every job under the mixed plan, and some under the others.
-OTHERS = [("ppo", "two, mixed"), ("remax", "dp4"), ("grpo", "pp4")]
+OTHERS = [("ppo", "two, mixed"), ("distill", "two, mixed"), ("remax", "dp4"), ("grpo", "pp4")]
 GRID = [*((name, MIXED) for name in ALL_JOBS), *OTHERS]
 
 

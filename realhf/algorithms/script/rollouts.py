@@ -1,20 +1,27 @@
 """The calls that do not train: generation, log-probabilities, values, scores."""
 
+import math
 import zlib
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from realhf.algorithms.responses import by_sample, last_scores, response_logprobs, response_values
+from realhf.algorithms.responses import (
+    by_sample,
+    last_scores,
+    response_distributions,
+    response_logprobs,
+    response_values,
+)
 from realhf.algorithms.script.evaluate import Evaluation
 from realhf.algorithms.script.rows import as_rollouts
 from realhf.algorithms.statistics import mean_of
 from realhf.algorithms.stop_strings import stop_strings
-from realhf.api.script.config import Generate, Logprobs, Rows, Score, ScriptCall, Values
+from realhf.api.script.config import Distributions, Generate, Logprobs, Rows, Score, ScriptCall, Values
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, GenerationOutput, GenerationRequest, Model, Postprocess
-from realhf.parallel.vocabulary import Logits
+from realhf.parallel.vocabulary import Logits, WholeLogits
 
 
 def generate(model: Model, batch: Batch, context: Context, config: Generate) -> GenerationOutput:
@@ -95,6 +102,35 @@ class LogprobsInterface(_Inference):
             return result
         both = result.outputs[key]
         return replace(result, outputs={key: both[::2], others[0]: both[1::2]})
+
+
+class DistributionsInterface(_Inference):
+    """See `Distributions`."""
+
+    config: Distributions
+
+    def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
+        c = self.config
+
+        def distributions(logits: Logits | WholeLogits, part: Batch) -> dict[str, list[Tensor]]:
+            made: list[list[Tensor]] = [[] for _ in c.output_data]
+            for logprob in response_distributions(logits, part, c.temperature):
+                if context.holds_outputs:  # others have only helped to compute them
+                    for column, value in zip(made, most_likely(logprob, c.top_k), strict=True):
+                        column.append(value)
+            return dict(zip(c.output_data, made, strict=True)) if context.holds_outputs else {}
+
+        return self.run(model, batch, context, distributions)
+
+
+def most_likely(logprob: Tensor, top_k: int) -> tuple[Tensor, ...]:
+    """Of log-probabilities [n, vocab] those of the `top_k` most likely tokens and, at the end, of all others together
+    [n, top_k + 1], and these tokens [n, top_k]; with `top_k` 0 the log-probabilities as they are, alone."""
+    if not top_k:
+        return (logprob,)
+    best, tokens = logprob.topk(top_k)
+    others = logprob.scatter(1, tokens, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([best, others], dim=-1), tokens
 
 
 class ValuesInterface(_Inference):

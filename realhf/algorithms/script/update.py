@@ -21,6 +21,7 @@ from realhf.api.script.functions import Reduction, load_function
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import CallResult, Context, Head, Model, Stats
 from realhf.engine.returned import InterfaceError
+from realhf.parallel.divergence import Target, generalised_jsd
 
 # For every row of a mini-batch the term that it is for, or _LEFT_OUT; on the host.
 _TERM = " term"
@@ -29,6 +30,10 @@ _LEFT_OUT = -1
 KL_STATISTIC = "kl_from_rollout"
 
 MiniBatch = TypeVar("MiniBatch")
+
+# (distributions for the response tokens of a micro-batch, beta) -> how far the model's are from them: [responses], with
+# gradient, at the temperature of the rollout; see `realhf.parallel.divergence.generalised_jsd`.
+Divergence = Callable[[Target, float], Tensor]
 
 
 class UpdateInterface:
@@ -203,7 +208,9 @@ class _Loss:
         factors = self._factors(seen)
         return (losses if factors is None else losses * factors).sum(), stats
 
-    def quantity(self, head: Head, part: Batch, rows: list[int]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    def quantity(
+        self, head: Head, part: Batch, rows: list[int]
+    ) -> tuple[Tensor, dict[str, Tensor | Divergence | None]]:
         """Of the tokens of the responses of `rows`: values, or log-probabilities and by name what a loss may ask for
         beside them (see `loss_function`); of pairs with a scalar head, one score a sequence."""
         if _is_scalar(head) and self.term.rows == "pairs":
@@ -214,8 +221,13 @@ class _Loss:
         if _is_scalar(head):
             return at_least_fp32(head)[positions], {}
         tokens = part.packed("seq").values[positions + 1]
-        found = token_statistics(head[positions], tokens, self.term.temperature, with_entropy="entropy" in self._names)
-        return found.logprob, {"entropy": found.entropy, "is_top": found.is_top}
+        logits, temperature = head[positions], self.term.temperature
+        found = token_statistics(logits, tokens, temperature, with_entropy="entropy" in self._names)
+
+        def divergence(target: Target, beta: float) -> Tensor:
+            return generalised_jsd(logits, found.logsumexp, target, beta, temperature)
+
+        return found.logprob, {"entropy": found.entropy, "is_top": found.is_top, "divergence": divergence}
 
     def weight(self, rows: Batch) -> float:
         """What the loss is divided by, of these rows."""

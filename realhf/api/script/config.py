@@ -139,6 +139,25 @@ class Logprobs(ScriptCall):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distributions(ScriptCall):
+    """INFERENCE: `prompt`, `seq` -> the distributions at `temperature` that predict the tokens of the response, as
+    log-probabilities in at least float32: `teacher_logprob` [response, vocab].
+
+    top_k: 0, or how many tokens are named, the most likely ones: `teacher_logprob` [response, top_k + 1], whose last
+        is that of all others together, and `teacher_token` [response, top_k].
+    """
+
+    implementation: ClassVar[str] = f"{_ROOM}.rollouts:DistributionsInterface"
+
+    temperature: float = 1.0
+    top_k: int = 0
+
+    @property
+    def output_data(self) -> tuple[str, ...]:
+        return self.outputs or ("teacher_logprob", "teacher_token")[: 2 if self.top_k else 1]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Values(ScriptCall):
     """INFERENCE: `prompt`, `seq` -> `value` [response], of the states that predict the tokens of the response."""
 

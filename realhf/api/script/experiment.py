@@ -17,6 +17,7 @@ import tyro
 
 from realhf.api.experiment import Dataset, Evaluation, ModelSetup
 from realhf.api.model_source import ModelSource, model_source
+from realhf.api.script.config import Distributions
 from realhf.api.script.data import ScriptData
 from realhf.api.script.functions import load
 from realhf.api.script.lines import ScriptError
@@ -107,6 +108,10 @@ class ScriptExperiment:
     def rpcs(self) -> Sequence[ModelFunctionCallDef]:
         trace = self._trace()
         _check(type(self).SCRIPT, trace, list(self._models), list(self._of_kind(ScriptData)))
+        for call in trace.calls:
+            if isinstance(call.interface_impl, Distributions):
+                drawn_by = trace.maker(dict(call.interface_impl.batch.columns)["seq"])
+                self._check_vocabulary(call.model_name, drawn_by.model_name)
         return trace.calls
 
     @cached_property
@@ -188,6 +193,23 @@ class ScriptExperiment:
                 "--tokenizer DIR or --tokenizer FILE.json"
             )
         return found
+
+    def _check_vocabulary(self, teacher: str, student: str) -> None:
+        """Raises UserError unless the tokens of two models are the same, as far as their files say."""
+        source, other = self._sources[teacher], self._sources[student]
+        sizes = source.architecture.vocab_size, other.architecture.vocab_size
+        differs = "" if sizes[0] == sizes[1] else f"vocab_size is {sizes[0]} against {sizes[1]}"
+        if not differs and source.tokenizer:
+            ids, others = (load(_TOKENIZER)(file).vocabulary for file in (source.tokenizer, self._tokenizer))
+            token = next((text for text in ids | others if ids.get(text) != others.get(text)), None)
+            if token is not None:
+                differs = f"the id of the token {token!r} is {ids.get(token)} against {others.get(token)}"
+        if differs:
+            raise UserError(
+                f"{teacher} ({source.checkpoint}) and {student} ({other.checkpoint or 'random weights'}) have "
+                f"different vocabularies: {differs}. Their distributions are compared token by token; choose models "
+                "with one tokenizer, such as two sizes of one family"
+            )
 
     @cached_property
     def _datasets(self) -> dict[str, Dataset]:

@@ -177,7 +177,8 @@ def loss_function(function: Named, reduction: Reduction | str | None = None) -> 
     temperature, [responses] of the micro-batch `batch` (`realhf.engine.batch.Batch`); of a value model the value of
     every response token. For `Pairs` the loss is `loss(chosen, rejected, batch, ...)` of sums of log-probabilities, or
     of scores, [pairs] each. Parameters `entropy` and `is_top` get the entropies, and whether each token is the most
-    likely one, [responses]. The result is not reduced: it has one number for each token, or each pair.
+    likely one, [responses]; a parameter `divergence` gets a function, see `realhf.algorithms.script.update.Divergence`.
+    The result is not reduced: it has one number for each token, or each pair.
 
     Args:
         function: a function, or MODULE:NAME of one that imports torch.

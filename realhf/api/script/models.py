@@ -15,6 +15,7 @@ from realhf.api.model_source import ModelSource
 from realhf.api.script.columns import Columns, Symbolic
 from realhf.api.script.config import (
     SEQUENCES,
+    Distributions,
     Generate,
     Logprobs,
     Measure,
@@ -36,7 +37,7 @@ from realhf.api.script.views import View
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DType, Head
 from realhf.base.errors import UserError
-from realhf.base.options import NEEDED, Option
+from realhf.base.options import NEEDED, Common, Option
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfaceType
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
@@ -45,7 +46,7 @@ from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
 Data = Columns | ScriptData
 
 # The methods of models that train none.
-READING = ("generate", "logprobs", "values", "score")
+READING = ("generate", "logprobs", "distributions", "values", "score")
 
 ROLLOUT = "give the result of generate, or a tensor function's that was given it"
 
@@ -231,6 +232,25 @@ class Policy(ScriptModel):
         settings = {"rows": rows, "temperature": read._origin.temperature or 1.0, "per_token": per_token}
         return self._infer(request, Logprobs, read, ("prompt", *SEQUENCES[rows]), **settings)
 
+    def distributions(self, rollout: Columns, *, top_k: int = 0, name: str = "") -> Columns:
+        """The distributions that a rollout's response tokens are predicted with, at its temperature: the column
+        `teacher_logprob` [response, vocab].
+
+        With `top_k` the columns `teacher_logprob` [response, top_k + 1] and `teacher_token` [response, top_k]: of the
+        most likely tokens, and of all others together. The model that generated has to have the same vocabulary.
+        """
+        vocab_size = self._trace.architectures[self._name].vocab_size
+        if not 0 <= top_k < vocab_size:
+            raise script_error(
+                f"{self._name}.distributions: top_k={top_k} must be from 0 (the whole vocabulary) to below "
+                f"vocab_size={vocab_size}; give a smaller one"
+            )
+        columns = ("teacher_logprob", "teacher_token")[: 2 if top_k else 1]
+        request = Request(model=self._name, method="distributions", kind=INFERENCE, outputs=columns, name=name)
+        read = self._columns(rollout, "distributions")
+        settings = {"temperature": read._origin.temperature or 1.0, "top_k": top_k}
+        return self._infer(request, Distributions, read, ("prompt", "seq"), **settings)
+
     def update(
         self,
         batch: Data,
@@ -249,6 +269,23 @@ class Policy(ScriptModel):
         `Update`), the number of mini-batches that of the experiment.
         """
         self._update((batch, loss, 1.0), also, epochs=epochs, mini_batches=mini_batches, max_kl=max_kl, name=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher(Policy):
+    """A language model that others learn from: `--teacher DIR`, which has to be given; `teacher` is the name of the
+    parameter."""
+
+    model: Annotated[
+        str,
+        Common("run directory or Hugging Face checkpoint of the model to learn from", metavar="DIR", group=NEEDED),
+        tyro.conf.arg(name=""),
+    ] = ""
+
+    def distributions(self, rollout: Columns, *, top_k: int = 0, name: str = "") -> Columns:
+        if not self.model:
+            raise script_error(f"there is no teacher; give --{self._name} DIR, a model with the student's vocabulary")
+        return super().distributions(rollout, top_k=top_k, name=name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,10 @@ class Trace:
         """Whether an update so far gives the statistics of the rollouts."""
         return any("rollout" in (getattr(call.interface_impl, "reports", None) or ()) for call in self.calls)
 
+    def maker(self, key: str) -> ModelFunctionCallDef:
+        """The call that makes a key."""
+        return next(call for call in self.calls if call.name == self.makers[key])
+
     def dataset(self, name: str, keys: Sequence[str]) -> SymbolicColumns:
         """The columns of a data set."""
         self.makers |= dict.fromkeys(keys, name)

@@ -10,7 +10,7 @@ from realhf.cli.options import add_experiment
 from realhf.data.sort_task import make_tokenizer
 from realhf.experiments import ready_experiments, ready_file
 
-NAMES = ["dpo", "grpo", "ppo", "ppo-ptx", "reinforce++", "remax", "reward", "rloo", "safe-rlhf", "sft"]
+NAMES = ["distill", "dpo", "grpo", "ppo", "ppo-ptx", "reinforce++", "remax", "reward", "rloo", "safe-rlhf", "sft"]
 
 
 def test_every_algorithm_has_a_file_that_says_what_it_needs() -> None:
@@ -44,7 +44,9 @@ def test_a_name_is_a_ready_experiment_and_a_path_is_a_file(tmp_path: Path) -> No
 def test_a_name_that_is_none_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "gpro", "--steps", "1"]) == 2
     text = capsys.readouterr().err
-    assert text.startswith("error: 'gpro' is neither a ready experiment nor a Python file; the ready ones are dpo, ")
+    assert text.startswith(
+        "error: 'gpro' is neither a ready experiment nor a Python file; the ready ones are distill, "
+    )
     assert text.endswith("; did you mean grpo?\n")
 
 
