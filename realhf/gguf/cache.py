@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from platformdirs import user_cache_path
@@ -21,7 +22,9 @@ from realhf.base.files import (
     sync_directory,
     write_atomically,
 )
-from realhf.gguf.folder import GGUFModel
+
+if TYPE_CHECKING:
+    from realhf.gguf.folder import GGUFModel
 
 # Raise it when the same file gives another directory than before.
 _VERSION = 1
@@ -59,6 +62,8 @@ def hugging_face_directory(path: Path) -> Path:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a GGUF file") from None
     if not _is_whole(entry):
+        from realhf.gguf.folder import GGUFModel  # numpy and tokenizers, which help has no use for
+
         model = GGUFModel(path)
         try:
             with naming(entry):
@@ -71,7 +76,7 @@ def hugging_face_directory(path: Path) -> Path:
     return entry
 
 
-def _make(model: GGUFModel, entry: Path) -> None:
+def _make(model: "GGUFModel", entry: Path) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
     with _alone(entry):
         if _is_whole(entry):  # another process has made it meanwhile
