@@ -9,7 +9,7 @@ import pytest
 
 from realhf.api.model_source import model_source
 from realhf.base.errors import UserError
-from realhf.gguf import cache
+from realhf.gguf import cache, folder
 from realhf.gguf.cache import find_gguf, hugging_face_directory
 from tests.unit.data.tokenizers_of_families import write_qwen
 from tests.unit.gguf.files import random_model, tokenizer_fields, write_model
@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_file_is_converted_once_wherever_it_lies(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = hugging_face_directory(file)
     (tmp_path / "copy.gguf").write_bytes(file.read_bytes())
-    monkeypatch.setattr(cache, "GGUFModel", None)  # nothing is read again
+    monkeypatch.setattr(folder, "GGUFModel", None)  # nothing is read again
     assert hugging_face_directory(tmp_path / "copy.gguf") == entry
     assert model_source(str(file)).checkpoint == str(entry)
     assert model_source(str(file)).tokenizer == str(entry)
