@@ -27,6 +27,7 @@ from realhf.cli.plan_tables import (
     case_table,
     choice_lines,
     comparison_table,
+    excluded_lines,
     plan_table,
     setting_text,
     totals,
@@ -81,7 +82,7 @@ def execute(arguments: argparse.Namespace) -> int:
         compare_cases(out, request, tasks, wanted)
         return 0
     [task] = tasks.values()
-    out.say(setting_text(task))
+    out.say(setting_text(task), *excluded_lines(task))
     if crowded := crowded_text(task.cluster.hardware, task.cluster.devices_per_node):
         out.say(crowded)
     lacking = case.unlike(experiment.setups.values())

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
+from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.cli.output import table_of
 from realhf.dataflow.plan import ExecutionPlan, interval_text, updates_text
 from realhf.dataflow.rationale import slower_text
+from realhf.geometry.layout import divisors, undivided
 from realhf.planning.clusters import hardware_text
 from realhf.planning.explain.comparison import Comparison
 from realhf.planning.model.hardware import GIB, in_gib
@@ -111,6 +113,18 @@ def setting_text(task: PlanningTask) -> str:
     group = f", {task.graph.samples_per_prompt} to a prompt" if task.graph.samples_per_prompt > 1 else ""
     planned_for = hardware_text(cluster.hardware, cluster.num_nodes, cluster.devices_per_node)
     return f"{planned_for}; {task.batch_size} samples of {tokens} tokens a step{group}, {task.dtype}"
+
+
+def excluded_lines(task: PlanningTask) -> Iterator[str]:
+    """The degrees of tensor parallelism within a node that models' sizes exclude, and the size."""
+    models: dict[str, list[str]] = {}
+    for name, model in task.graph.models.items():
+        degrees = [tp for tp in divisors(task.cluster.devices_per_node) if undivided(model, tp)]
+        if degrees and not isinstance(model, TransformersConfig):
+            why = ", ".join(f"tp={tp} does not divide {undivided(model, tp)}" for tp in degrees)
+            models.setdefault(why, []).append(name)
+    for why, names in models.items():
+        yield f"{', '.join(names)}: {why}: left out of the search"
 
 
 def totals(comparison: Comparison) -> Iterator[str]:

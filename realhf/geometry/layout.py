@@ -131,6 +131,12 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def undivided(model: DecoderConfig, tp: int) -> str:
+    """The first size of the model that `tp` does not divide, such as "num_heads=9"; "" where it divides all."""
+    sizes = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")}
+    return next((f"{name}={size}" for name, size in sizes.items() if size % tp), "")
+
+
 def check_strategy(call: str, model: DecoderConfig, strategy: ParallelStrategy) -> None:
     """Raises UserError when `model` cannot be divided by `strategy`."""
     tp, pp = strategy.tp, strategy.pp
@@ -139,15 +145,9 @@ def check_strategy(call: str, model: DecoderConfig, strategy: ParallelStrategy) 
             f"{call}: tp={tp} pp={pp}, but transformers computes the model, which is divided over data parallelism "
             "alone; choose tp=1 and pp=1"
         )
-    for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
-        count = getattr(model, name)
-        if count % tp:
-            legal = [
-                t for t in divisors(model.num_kv_heads) if model.intermediate_size % t == model.vocab_size % t == 0
-            ]
-            raise UserError(
-                f"{call}: tp={tp} does not divide {name}={count}; choose tp from {', '.join(map(str, legal))}"
-            )
+    if unfit := undivided(model, tp):
+        legal = [degree for degree in divisors(model.num_kv_heads) if not undivided(model, degree)]
+        raise UserError(f"{call}: tp={tp} does not divide {unfit}; choose tp from {', '.join(map(str, legal))}")
     if pp > model.num_layers:
         raise UserError(
             f"{call}: pp={pp} needs at least one layer a stage but the model has num_layers={model.num_layers}; "

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.errors import UserError
-from realhf.report.curves import Curve
+from realhf.report.curves import EVALUATION, Curve, trends_of
 from realhf.report.figures import runs_colours
 from realhf.report.html import document
 from realhf.report.run_data import RunData, read_run
@@ -34,15 +34,15 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RunData]:
 
 
 def facts_of(run: RunData) -> dict[str, str]:
-    """The kind, state and speed of a run, in short."""
+    """The kind, state and speed of a run, in short, and its statistics."""
     step_s, tokens_per_s = run.median_step_s, run.tokens_per_s
     return {
         "state": run.state,
         "steps": str(run.metrics[-1]["step"] if run.metrics else 0),
         "devices": str(run.plan.num_devices) if run.plan else MISSING,
-        "s/step": MISSING if step_s is None else f"{step_s:.3g}",
+        "s/step (median)": MISSING if step_s is None else f"{step_s:.3g}",
         "tokens/s": MISSING if tokens_per_s is None else f"{tokens_per_s:,.0f}",
-    } | {name: f"{value:.4g}" for name, value in _last_values(run)}
+    } | {name: f"{value:.4g}" for name, value in _statistics(run)}
 
 
 def side_by_side(runs: Mapping[str, RunData]) -> list[list[str]]:
@@ -84,12 +84,16 @@ def _charts(runs: Mapping[str, RunData]) -> tuple[dict[str, dict[str, Curve]], d
     return main, others
 
 
-def _last_values(run: RunData) -> Iterator[tuple[str, float]]:
-    """The newest values of the statistics that are shown first."""
+def _statistics(run: RunData) -> Iterator[tuple[str, float]]:
+    """The newest values of evaluations, and the means over the last steps, which `realhf status` shows too."""
     for name, (_, values) in run.curves[0].items():
         known = [value for value in values if value is not None]
-        if known and name != "tokens_per_s":
+        if known and name.startswith(EVALUATION):
             yield name, known[-1]
+    trends = trends_of(run.metrics)
+    for trend in trends.statistics if trends else ():
+        if trend.last is not None and trend.name != "tokens_per_s":
+            yield trend.name, trend.last
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

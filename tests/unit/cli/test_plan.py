@@ -46,6 +46,19 @@ def test_a_plan_says_how_many_samples_share_a_prompt(capsys: pytest.CaptureFixtu
     assert "64 samples of 1024 + 1024 tokens a step, 8 to a prompt, bfloat16" in capsys.readouterr().out
 
 
+def test_a_plan_says_which_tensor_parallel_degrees_a_model_excludes(capsys: pytest.CaptureFixture[str]) -> None:
+    """9 heads on 4 devices, as SmolLM2 has; its vocabulary is divided by all of them."""
+    sizes = {"hidden-size": 36, "intermediate-size": 48, "num-heads": 9, "num-kv-heads": 3}
+    small = [word for name, size in sizes.items() for word in (f"--architecture.{name}", str(size))]
+    words = ["plan", PPO, "--num-workers", "4", "--hardware", "cpu", "--evaluations", "10", *small]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    excluded = "tp=2 does not divide num_heads=9, tp=4 does not divide num_heads=9: left out of the search"
+    assert f"actor, reward, reference, critic: {excluded}\n" in shown
+    assert main(words[:-8]) == 0
+    assert "left out" not in capsys.readouterr().out
+
+
 def test_responses_that_differ(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """64 responses of 100 and 4,000 tokens: 2,050 on average, and the longest of a batch is one of 4,000."""
     (empty_folder / "lengths.txt").write_text("100\n4000\n")

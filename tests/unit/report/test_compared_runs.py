@@ -7,6 +7,8 @@ import pytest
 from realhf.cli import main
 from realhf.report.compared_runs import comparison_page, differing_fields, facts_of, read_runs
 from realhf.report.figures import curves_figure, runs_colours
+from realhf.report.run_status import read_run_status
+from realhf.rundir.paths import RunDirectory
 from tests.unit.report.run_directories import good_run, metrics_line
 from tests.unit.report.test_page import visible
 
@@ -25,14 +27,24 @@ def test_figures_and_fields_stand_side_by_side(folder: Path) -> None:
     assert list(runs) == ["first", "second"]
     first, second = (facts_of(run) for run in runs.values())
     assert first == {
-        "state": "finished", "steps": "4", "devices": "2", "s/step": "2", "tokens/s": "1,250",
-        "evaluation: accuracy": "0.75", "reward_mean": "1", "kl": "0.04", "actor_loss": "-0.1",
+        "state": "finished", "steps": "4", "devices": "2", "s/step (median)": "2", "tokens/s": "1,250",
+        "evaluation: accuracy": "0.75", "reward_mean": "0.875", "kl": "0.035", "actor_loss": "-0.1",
         "entropy": "3",
     }  # fmt: skip
-    assert (second["steps"], second["s/step"], second["kl"]) == ("2", "4", "1")
+    assert (second["steps"], second["s/step (median)"], second["kl"]) == ("2", "4", "1")
     assert second["tokens/s"] == "375"  # 3,000 tokens in 8 s
     assert "reward_mean" not in second
     assert differing_fields(runs) == {"ppo.kl_coef": ["0.1", "0.2"]}
+
+
+def test_statistics_are_the_means_that_the_status_shows(folder: Path) -> None:
+    """Over the last two of four steps: 0.75 and 1, of which the newest is not the mean."""
+    shown = facts_of(read_runs([folder / "first", folder / "second"])["first"])
+    trends = read_run_status(RunDirectory(folder / "first"), 1e9).trends
+    assert trends is not None
+    of_status = {trend.name: f"{trend.last:.4g}" for trend in trends.statistics if trend.name != "tokens_per_s"}
+    assert of_status["reward_mean"] == "0.875"
+    assert of_status.items() <= shown.items()
 
 
 def test_a_field_that_one_experiment_lacks_differs(folder: Path) -> None:
@@ -57,7 +69,7 @@ def test_the_page_names_every_run_once_in_its_legend(folder: Path) -> None:
     text = visible(page)
     assert "2 runs" in text
     assert "ppo.kl_coef 0.1 0.2" in text
-    assert "reward_mean 1 -" in text
+    assert "reward_mean 0.875 -" in text
     assert page.read_text().count("&#9632;") == 2
 
 
@@ -74,7 +86,7 @@ def test_the_command_prints_and_writes(
     monkeypatch.chdir(folder)
     assert main(["compare", "first", "second"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "s/step 2 4" in printed
+    assert "s/step (median) 2 4" in printed
     assert "written to compare.html" in printed
     assert (folder / "compare.html").stat().st_size < 2.2e6
 
