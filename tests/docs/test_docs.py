@@ -20,8 +20,9 @@ from tests.docs.data_files import write_data_files
 from tests.waiting import PATIENCE_S
 
 DOCS = [Document(path) for path in DOCUMENTS]
-# Those of recipes are run by test_recipes.py, which reads them from their pages.
-COMMANDS = {command for page in DOCS if not page.name.startswith("docs/recipes/") for command in page.commands}
+# Pages whose commands test_recipes.py and test_from_others.py run.
+ELSEWHERE = ("docs/recipes/", "docs/from_")
+COMMANDS = {command for page in DOCS if not page.name.startswith(ELSEWHERE) for command in page.commands}
 SMALL = "--steps 1 --batch-size 8 --no-evaluate --num-workers 1"
 
 FEW, SOON = "--evaluations 1000", "--seconds 2"
