@@ -34,7 +34,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--like", metavar="DIR", help="a Hugging Face directory whose tokenizer and config to take (default: the run's)"
     )
-    command.add_argument("--max-file-gb", type=float, default=5.0, help="largest file in GB of 10^9 bytes (default 5)")
+    command.add_argument(
+        "--max-file-gb", type=float, default=5.0, help="largest file in GB of 10^9 bytes (default 5; not for GGUF)"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:

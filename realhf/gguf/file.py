@@ -29,6 +29,7 @@ _STRING, _ARRAY = 8, 9
 # More than any vocabulary has tokens, and any template bytes.
 _MOST_VALUES = 2**24
 _MOST_DIMENSIONS = 4
+_PART_BYTES = 2**18
 _AGAIN = "copy or download it again"
 
 
@@ -68,16 +69,20 @@ class GGUFFile:
 
         Raises UserError where the file has changed, OSError where it cannot be read.
         """
-        raw = np.empty(tensor.size_bytes, np.uint8)
+        plain = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(tensor.type)
+        rows, found = math.prod(tensor.shape[:-1]), np.empty(tensor.shape, plain or np.float32)
+        # In parts: the package would hold all numbers twice.
+        step = rows if plain else max(1, _PART_BYTES * rows // tensor.size_bytes)
         with open_regular(self.path) as file:
             file.seek(tensor.start)
-            if file.readinto(raw.data) != tensor.size_bytes:
-                raise UserError(f"{self.path}: it has become shorter; leave it as it is while it is read")
-        if plain := {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(tensor.type):
-            return raw.view(plain).reshape(tensor.shape)
-        rows = raw.reshape(*tensor.shape[:-1], -1)
-        numbers: np.ndarray = self._package.dequantize(rows, self._package.GGMLQuantizationType[tensor.type])
-        return numbers
+            for start in range(0, rows, step):
+                part = found.reshape(rows, -1)[start : start + step]
+                raw = part.view(np.uint8) if plain else np.empty((len(part), tensor.size_bytes // rows), np.uint8)
+                if file.readinto(raw.data) != raw.nbytes:
+                    raise UserError(f"{self.path}: it has become shorter; leave it as it is while it is read")
+                if not plain:
+                    part[:] = self._package.dequantize(raw, self._package.GGMLQuantizationType[tensor.type])
+        return found
 
     def _tensors(self, header: "_Header") -> dict[str, StoredTensor]:
         entries = header.tensor_entries()

@@ -41,8 +41,7 @@ class GGUFModel:
         with open_regular(directory / "model.safetensors", "xb") as file:
             file.write(header)
             for name in order:
-                content = in_order(self.file, self.model, name, self.file.read(self._tensors[name]))
-                file.write(np.ascontiguousarray(content).data.cast("B"))
+                file.write(self._content(name))
             file.flush()
             os.fsync(file.fileno())
         config = write_config(self.model, "float32")
@@ -50,3 +49,8 @@ class GGUFModel:
         for name, text in texts.items():
             write_atomically(directory / name, text)
         return sorted(directory.iterdir())
+
+    def _content(self, name: str) -> memoryview:
+        """The bytes of a parameter, in Hugging Face's order of rows."""
+        content = in_order(self.file, self.model, name, self.file.read(self._tensors[name]))
+        return np.ascontiguousarray(content).data.cast("B")

@@ -69,8 +69,10 @@ class _Source:
             "add_eos_token": self._adds("eos"),
             "clean_up_tokenization_spaces": False,
         }
-        if template := self._file.fields.get("tokenizer.chat_template"):
-            config["chat_template"] = template
+        template = self._file.fields.get("tokenizer.chat_template", "")
+        if not isinstance(template, str):
+            raise UserError(f"{self._file.path}: tokenizer.chat_template={shown(template)} is no text; {_REMEDY}")
+        config |= {"chat_template": template} if template else {}
         ends = dict.fromkeys(token for key in ("eos", "eot", "eom") if (token := self._id(key)) is not None)
         tokens = {
             "bos_token_id": self._id("bos"),
@@ -100,6 +102,8 @@ class _Source:
                     special_tokens=[(token, self._tokens.index(token)) for token in before + behind],
                 )
             text: str = tokenizer.to_str()
+        except UserError:
+            raise
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"{self._file.path}: tokenizer.ggml: {error}; {_REMEDY}") from None
         return text
@@ -109,6 +113,8 @@ class _Source:
         if pre not in _PATTERNS:
             raise self._error("pre", f"it is not supported, only {', '.join(_PATTERNS)}")
         merges = [tuple(merge.split(" ", 1)) for merge in self._list("merges", str)]
+        if one := next((merge for merge in merges if len(merge) != 2), None):
+            raise self._error("merges", "it must be two tokens with a space between them", one[0])
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
         # As in llama.cpp and in the original: of these, a part that is a token is not merged.
         whole = pre == "llama-bpe"
@@ -179,5 +185,7 @@ class _Source:
     def _field(self, name: str, default: Any = None) -> Any:
         return self._file.fields.get(f"tokenizer.ggml.{name}", default)
 
-    def _error(self, name: str, rule: str) -> UserError:
-        return UserError(f"{self._file.path}: tokenizer.ggml.{name}={shown(self._field(name))}: {rule}; {_REMEDY}")
+    def _error(self, name: str, rule: str, part: Any = None) -> UserError:
+        """`part`: the value, where it is one of many."""
+        value = self._field(name) if part is None else part
+        return UserError(f"{self._file.path}: tokenizer.ggml.{name}={shown(value)}: {rule}; {_REMEDY}")

@@ -173,7 +173,7 @@ RUN_ELSEWHERE = {
     ),
     "realhf run grpo --model SmolLM2-135M-Instruct.Q4_1.gguf --data train.jsonl --reward rewards.py:correct": (
         "tests/e2e/test_gguf.py",
-        ['"run", "grpo", "--model", file.name', '"--data"', '"train.jsonl"', '"--reward"', '"rewards.py:correct"'],
+        ['"run", "grpo", "--model", file.name', '"--data", "train.jsonl", "--reward", "rewards.py:correct"'],
     ),
     "realhf convert SmolLM2-135M-Instruct.Q4_1.gguf converted/smollm2": (
         "tests/e2e/test_gguf.py",

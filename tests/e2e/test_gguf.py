@@ -25,18 +25,9 @@ def test_a_file_is_trained_and_converted(
     rows = [{"messages": [{"role": "user", "content": f"{i} and {i}?"}], "answer": str(2 * i)} for i in range(8)]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("rewards.py").write_text("def correct(response, answer): return float(len(response) % 2)\n")
-    data = (
-        "--data",
-        "train.jsonl",
-        "--reward",
-        "rewards.py:correct",
-        "--batch-size",
-        "8",
-        "--grpo.max-new-tokens",
-        "4",
-    )
-    command = ["run", "grpo", "--model", file.name, *data, "--steps", "1", "--run-dir", "run", *FORKED]
-    assert cli.main(command) == 0
+    data = ["--data", "train.jsonl", "--reward", "rewards.py:correct", "--batch-size", "8"]
+    words = ["--steps", "1", "--grpo.max-new-tokens", "4", "--run-dir", "run", *FORKED]
+    assert cli.main(["run", "grpo", "--model", file.name, *data, *words]) == 0
     assert cli.main(["convert", "run", "exported"]) == 0
     capsys.readouterr()
     assert cli.main(["convert", file.name, "converted"]) == 0
