@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ Record = dict[str, Any]
 def rewards_of(path: str) -> tuple[str, ...]:
     """The reward functions of the task that a path names; none for a file."""
     return _REWARDS.get(path.partition(":")[0], ())
+
+
+def meant(path: str) -> str:
+    """A question whether the path of no file was to name a task; "" where it is like none."""
+    source, colon, rest = path.partition(":")
+    return "".join(f"did you mean {name}{colon}{rest}?" for name in get_close_matches(source, _REWARDS, 1, 0.8))
 
 
 def check_held_out(training: str, evaluation: str) -> None:
@@ -75,7 +82,8 @@ def task_file(path: str) -> Path:
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file) as out:
                 for record in records:
-                    out.write(json.dumps(record).encode() + b"\n")
+                    # Some metadata have fractions, and JSON has none; no scorer reads these.
+                    out.write(json.dumps(record, default=str).encode() + b"\n")
         except OSError as error:
             raise UserError(
                 f"{path}: its rows cannot be written to {file} ({error.strerror}); make room there, or name another "

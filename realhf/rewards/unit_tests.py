@@ -33,8 +33,8 @@ def unit_tests(
     limits on time, memory and files, see `realhf.rewards.sandbox`. The tests run in a process that never executes code
     of the program.
 
-    before: a column of code that the program follows, such as the beginning of a function. A response without a block
-        whose first line is indented goes on with it, up to its first line that is not.
+    before: a column of code that the program follows, such as imports and the head of a function with its docstring. A
+        response without a block whose first line is indented goes on with it, up to its first line that is not.
 
     Raises (the reward): ValueError if the column has no tests.
     """

@@ -100,6 +100,12 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
         {"--eval_data": "a.jsonl", "--eval-data": "b.jsonl"},
         "--eval-data is given 2 times.*folder",
     ),
+    "no such task": (
+        {"--data": "reasoning-gym:chain_sun", "--reward": None},
+        "no task 'chain_sun'; did you mean",
+    ),
+    "a name like a task's": ({"--data": "reasoning_gym:gcd"}, "no such file.*; did you mean reasoning-gym:gcd\\?"),
+    "the same questions": ({"--data": "reasoning-gym:gcd", "--eval-data": "reasoning-gym:gcd"}, "has seed=0 in --data"),
     "no reward": ({"--reward": None}, "there is no reward; give --reward FILE.py:FUNCTION"),
     "a reward without a function": ({"--reward": "rewards.py"}, "names no function; give FILE.py:FUNCTION"),
     "no such reward": ({"--reward": "rewards.py:corect"}, "no function 'corect'; it has the functions .*correct"),

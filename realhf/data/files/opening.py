@@ -12,7 +12,7 @@ from realhf.base.files import BadContentError, decode_loose_json, open_regular, 
 from realhf.data.files.arrow import open_arrow, open_parquet
 from realhf.data.files.jsonl import JSONLFile
 from realhf.data.files.rows import RowFile, Shards
-from realhf.data.tasks import rewards_of, task_file
+from realhf.data.tasks import meant, rewards_of, task_file
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 FORMATS = "JSONL (one object a line), parquet, or a folder that `datasets` saved (save_to_disk)"
@@ -37,7 +37,7 @@ def open_rows(path: str) -> RowFile:
         rows = files[0] if len(files) == 1 else Shards(files)
     except OSError as error:
         what = (error.strerror or str(error)).lower()
-        raise UserError(f"data set {path}: {what}; {_remedy(Path(path))}") from None
+        raise UserError(f"data set {path}: {what}; {meant(path) or _remedy(Path(path))}") from None
     if not len(rows):
         what = "the file is empty" if Path(path).is_file() else "its files are empty"
         raise UserError(f"data set {path}: {what}; it needs at least one line")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,12 @@ def test_options_that_fail_with_the_first_question_leave_no_file(cache: Path) ->
     with pytest.raises(UserError, match=r"with operators=\[\+\]: The number of weights does not match"):
         task_file("reasoning-gym:simple_equations:operators=[+]")
     assert not list(cache.iterdir())
+
+
+def test_metadata_that_json_has_no_form_for_are_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"question": "q", "answer": "a", "metadata": {"share": Fraction(1, 3)}}
+    monkeypatch.setattr(tasks.reasoning, "entries", lambda *given: iter([entry]))
+    assert rows("reasoning-gym:gsm_symbolic:size=1")[0]["metadata"] == {"share": "1/3"}
 
 
 def test_another_seed_has_other_questions() -> None:

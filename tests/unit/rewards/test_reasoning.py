@@ -1,6 +1,11 @@
 """The tasks of reasoning-gym: where a response has its answer, the scores, and the tasks that are refused."""
 
+import builtins
+import inspect
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -8,7 +13,8 @@ from reasoning_gym.factory import DATASETS
 
 from realhf.base.errors import UserError
 from realhf.rewards import reasoning
-from realhf.rewards.reasoning import Find, answer_in, made
+from realhf.rewards.numbers_in_text import is_number
+from realhf.rewards.reasoning import _UNORDERED, REFUSED, Find, answer_in, made
 from realhf.rewards.sources import load_rewards
 from tests.unit.rewards.test_ready import reward
 
@@ -104,3 +110,87 @@ def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning, "version", missing)
     with pytest.raises(UserError, match=r'need that library; install it: pip install "realhf\[tasks\]"'):
         made("gcd", {})
+
+
+# --- all tasks of the library
+
+NONSENSE = ("xyzzy plugh", "I do not know.", "[['xyzzy', 'plugh']]", "['xyzzy']", "[[98765, 43210]]", "98765 + 43210")
+QUESTIONS = 20
+FULL = 0.999
+
+
+def faults_of(task: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The reasons of `REFUSED` that hold for a task, but for the order of sets, which takes two processes."""
+    kind, config = DATASETS[task]
+    try:
+        scorer = kind(config(size=QUESTIONS, seed=0))
+    except AssertionError:
+        return {REFUSED["composite"]}
+    if "exec(" in inspect.getsource(sys.modules[kind.__module__]):
+        return {REFUSED["codeio"]}
+    made = [scorer[place] for place in range(QUESTIONS)]
+    # As a row of the file has them.
+    entries = json.loads(
+        json.dumps([{name: entry[name] for name in ("answer", "metadata")} for entry in made], default=str)
+    )
+    if any(entry["answer"] is None for entry in entries):
+        return {REFUSED["boxnet"]} if all(scorer.score_answer(e["answer"], e) == 0 for e in entries) else set()
+    found: set[str] = set()
+    if any(scorer.score_answer(entry["answer"], entry) < FULL for entry in entries):
+        found.add(REFUSED["arc_agi"])
+    others = zip(entries, [*entries[1:], entries[0]], strict=True)
+    if all(scorer.score_answer(other["answer"], entry) >= FULL for entry, other in others):
+        found.add(REFUSED["puzzle24"])
+    long = [entry for entry in entries if len(entry["answer"]) > 3 and is_number(entry["answer"])]
+    if any(scorer.score_answer(entry["answer"][:1], entry) >= FULL for entry in long):
+        found.add(REFUSED["coin_flip"])
+    evaluated: list[str] = []
+    real = builtins.eval
+    monkeypatch.setattr(builtins, "eval", lambda text, *more: (evaluated.append(str(text)), real(text, *more))[1])
+    for answer in NONSENSE:
+        for entry in entries:
+            try:
+                score = scorer.score_answer(answer, entry)
+            except Exception:
+                found.add(REFUSED["prime_factorization"])
+            else:
+                assert 0 <= score <= 1
+                if score >= FULL:
+                    found.add(REFUSED["game_of_life_halting"])
+    monkeypatch.undo()
+    if any("xyzzy" in text or "98765" in text for text in evaluated):
+        found.add(REFUSED["countdown"])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [task for task in sorted(DATASETS) if REFUSED.get(task) != _UNORDERED])
+def test_the_refused_tasks_are_those_with_a_fault(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = faults_of(task, monkeypatch)
+    assert REFUSED[task] in found if task in REFUSED else not found
+
+
+QUESTIONS_OF_ALL = """
+import hashlib, json
+from reasoning_gym.factory import DATASETS
+from realhf.rewards.reasoning import REFUSED, _UNORDERED
+for task in sorted(DATASETS):
+    if REFUSED.get(task, _UNORDERED) == _UNORDERED:
+        made = DATASETS[task][0](DATASETS[task][1](size=20, seed=3_000_000))
+        entries = [made[place] for place in range(20)]
+        print(task, hashlib.sha256(json.dumps(entries, default=str).encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_other_processes_make_other_questions_of_the_refused_tasks_alone() -> None:
+    digests = []
+    for seed in ("1", "77"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", QUESTIONS_OF_ALL]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        digests.append([line.split() for line in done.stdout.splitlines() if line.count(" ") == 1])
+    first, second = map(dict, digests)
+    assert first.keys() == second.keys() >= DATASETS.keys() - REFUSED.keys()
+    unordered = {task for task, reason in REFUSED.items() if reason == _UNORDERED}
+    assert {task for task in first if first[task] != second[task]} == unordered

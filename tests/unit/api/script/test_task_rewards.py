@@ -1,0 +1,67 @@
+"""The reward of a script whose data are a task."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.api import (
+    Columns,
+    GenerationOptions,
+    Policy,
+    Prompts,
+    Reward,
+    UserError,
+    auto,
+    loss_function,
+    tensor_function,
+)
+from tests.unit.data.tokenizers_of_families import write_qwen
+
+GCD, SUMS = "reasoning-gym:gcd:size=8", "reasoning-gym:chain_sum:size=8"
+
+
+@tensor_function
+def joined(*columns: Columns) -> dict[str, Any]:
+    return {}
+
+
+@loss_function
+def some_loss(logprob: Any, batch: Any) -> Any:
+    return -logprob
+
+
+def script(prompts: Prompts, actor: Policy, reward: Reward, options: GenerationOptions) -> None:
+    rollout = actor.generate(prompts, options)
+    actor.update(joined(rollout, reward.score(rollout)), some_loss)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    write_qwen(folder := tmp_path_factory.mktemp("tokenizer"))
+    return str(folder / "tokenizer.json")
+
+
+def rewards(data: str, held_out: str, tokenizer: str, **options: Any) -> list[tuple[str, ...]]:
+    """The functions of training and of evaluation."""
+    fields = {"prompts": Prompts(data=data), "tokenizer": tokenizer, "eval_data": held_out}
+    made = auto(batch_size=8)(script)(**fields, options=GenerationOptions(max_new_tokens=4), reward=Reward(**options))
+    calls = [call for group in (made.rpcs, made.evaluation.rpcs) for call in group]
+    return [call.interface_impl.rewards for call in calls if hasattr(call.interface_impl, "rewards")]
+
+
+def test_a_task_brings_its_reward_where_none_is_given(tokenizer: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n' * 8)
+    of_task, of_code = ("ready:reasoning_gym",), ("ready:unit_tests(before='before')",)
+    assert rewards(GCD, SUMS, tokenizer) == [of_task, of_task]
+    assert rewards(GCD, "human-eval", tokenizer) == [of_task, of_code]
+    own = ("ready:numeric", "ready:exact_match=0.5")
+    assert rewards(GCD, SUMS, tokenizer, functions=own) == [own, own]
+    with pytest.raises(UserError, match=r"there is no reward; give .*; a task \(`realhf data --list`\) brings its own"):
+        rewards(str(rows), SUMS, tokenizer)
+
+
+def test_the_same_questions_are_no_evaluation(tokenizer: str) -> None:
+    with pytest.raises(UserError, match="'gcd' has seed=0 in --data too"):
+        rewards(GCD, "reasoning-gym:gcd:size=4", tokenizer)
