@@ -139,7 +139,7 @@ class PreferenceDataset(PairOptions, TextDataset):
             if not prompt:
                 raise ValueError(
                     f"the texts {sides[0][0]!r} and {sides[1][0]!r} have no common beginning, which would be the "
-                    "prompt; name the column of the prompt with prompt_field, or delete the line"
+                    "prompt; name the column of the prompt with --prompt-field, or delete the line"
                 )
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return Draft(prompt=prompt, responses=(Response(text=chosen), Response(text=rejected)))
@@ -172,7 +172,7 @@ def _pair_of_chats(prompt: object, field: str, sides: list[tuple[str, object]], 
                 "them equal up to there, or delete the line"
             )
     elif prompt is None:
-        raise ValueError("its answers have no prompt before them; name the column of the prompt with prompt_field")
+        raise ValueError("its answers have no prompt before them; name the column of the prompt with --prompt-field")
     else:
         chat = _chat_of(prompt, field, writer)
     return writer.answers(chat, turns)
@@ -185,7 +185,7 @@ def _chat_of(value: object, column: str, writer: ChatWriter) -> Chat:
     if chat[-1]["role"] == "assistant":
         raise ValueError(
             f"the chat {column!r} ends with the assistant's turn, and a prompt ends before it; name it as "
-            "messages_field if it is a whole chat"
+            "--messages-field if it is a whole chat"
         )
     return chat
 

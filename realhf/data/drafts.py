@@ -87,7 +87,7 @@ class ChatWriter:
         if not all(whole.startswith(prompt) for whole in wholes):
             raise ValueError(
                 "the chat template begins the assistant's turn differently in a prompt and in a whole chat, so prompt "
-                "and response cannot be separated; give a chat_template that begins both alike"
+                "and response cannot be separated; give a --chat-template that begins both alike"
             )
         return Draft(prompt=prompt, responses=tuple(Response(text=w, is_whole=True) for w in wholes), is_chat=True)
 
@@ -127,7 +127,7 @@ class ChatWriter:
         if not (whole.startswith(before) and whole.startswith(behind) and len(before) < len(behind)):
             raise ValueError(
                 "the chat template changes earlier turns when later ones follow, so the assistant's turns cannot be "
-                'located; set loss_on="last", or give a chat_template that marks them ({% generation %})'
+                "located; set --loss-on last, or give a --chat-template that marks them ({% generation %})"
             )
         turn = behind[len(before) :].rstrip()
         ends = tuple(self._tokenizer.decode([token], skip_special=False) for token in self._tokenizer.end_tokens)

@@ -124,13 +124,13 @@ class DraftEncoder:
         return None
 
     def _too_long(self, row: EncodedRow, longest: int) -> str:
-        limits, remedy = self._limits, 'shorten it, delete the line, or set too_long to "drop" or "truncate_left"'
+        limits, remedy = self._limits, "shorten it, delete the line, or set --too-long to drop or truncate_left"
         if limits.max_prompt_tokens is not None and len(row.prompt) > limits.max_prompt_tokens:
             return (
-                f"the prompt has {len(row.prompt)} tokens, more than max_prompt_tokens={limits.max_prompt_tokens}; "
-                f"{remedy}, or raise max_prompt_tokens"
+                f"the prompt has {len(row.prompt)} tokens, more than --max-prompt-tokens "
+                f"{limits.max_prompt_tokens}; {remedy}, or raise --max-prompt-tokens"
             )
         return (
-            f"the sequence has {len(row.prompt) + longest} tokens, more than max_tokens={limits.max_tokens}; {remedy}, "
-            "or raise max_tokens"
+            f"the sequence has {len(row.prompt) + longest} tokens, more than --max-tokens {limits.max_tokens}; "
+            f"{remedy}, or raise --max-tokens"
         )

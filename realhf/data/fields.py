@@ -31,7 +31,8 @@ class Columns:
         for option, column in given.items():
             if column and column not in columns:
                 raise UserError(
-                    f"data set {path}: {option}={column!r} is none of its columns, which are {self}; name one of these"
+                    f"data set {path}: {flag_of(option)} {column!r} is none of its columns, which are {self}; name "
+                    "one of these"
                 )
 
     def __str__(self) -> str:
@@ -46,7 +47,7 @@ class Columns:
         if len(found) > 1:
             raise UserError(
                 f"data set {self._path}: its columns {' and '.join(found)} may all be the {role}; name one with "
-                f"{option}"
+                f"{flag_of(option)}"
             )
         return found[0] if found else None
 
@@ -57,7 +58,7 @@ class Columns:
             known = ", ".join(NAMES[role])
             raise UserError(
                 f"data set {self._path}: none of its columns ({self}) is known as the {role} ({known}); name the "
-                f"column with {option}, or add one"
+                f"column with {flag_of(option)}, or add one"
             )
         return found
 
@@ -67,3 +68,8 @@ class Columns:
     def is_absent(self, role: str) -> bool:
         """Whether no column has a name of the role."""
         return not any(name in self.names for name in NAMES[role])
+
+
+def flag_of(option: str) -> str:
+    """An option of data sets as a command line has it."""
+    return f"--{option.replace('_', '-')}"

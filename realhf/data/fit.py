@@ -34,7 +34,7 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
         key: _Length(
             found.longest,
             f"{found.longest_at}: {key!r} has {found.longest} tokens",
-            'shorten or delete that line, or set a limit (max_prompt_tokens, max_tokens) with too_long="drop"',
+            "shorten or delete that line, or set a limit (--max-prompt-tokens, --max-tokens) with --too-long drop",
         )
         for key, found in extent.keys.items()
     }

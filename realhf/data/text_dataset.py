@@ -21,7 +21,7 @@ from realhf.base.errors import UserError
 from realhf.data.chat_template import TemplateError
 from realhf.data.drafts import ChatWriter, Draft
 from realhf.data.encoding import DraftEncoder, EncodedRow
-from realhf.data.fields import Columns
+from realhf.data.fields import Columns, flag_of
 from realhf.data.files.opening import data_files, open_rows
 from realhf.data.files.rows import Record
 from realhf.data.kept_rows import keep_on_disk, kept_on_disk
@@ -185,7 +185,7 @@ class OpenDataset:
         except TemplateError as error:
             raise UserError(
                 f"{self.file.place(row)}: the chat template refuses the chat ({error}); correct the chat, or give "
-                "another template with chat_template"
+                "another template with --chat-template"
             ) from None
         except ValueError as error:
             remedy = "" if ";" in str(error) else "; correct it or delete the line"
@@ -197,13 +197,13 @@ class OpenDataset:
             found = tokenizer.token(named)
             if found is None:
                 raise UserError(
-                    f"tokenizer {tokenizer.path}: it has no token {named!r}; set end_token to one that it has"
+                    f"tokenizer {tokenizer.path}: it has no token {named!r}; set --end-token to one that it has"
                 )
             return found
         if not tokenizer.end_tokens:
             raise UserError(
                 f"tokenizer {tokenizer.path}: no file beside it names the token that ends a text (eos_token in "
-                "tokenizer_config.json); set end_token"
+                "tokenizer_config.json); set --end-token"
             )
         return tokenizer.end_tokens[0]
 
@@ -239,7 +239,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
             largest.append(max(values[key], default=0))
     dropped = len(opened.file) - len(kept)
     if not kept:
-        limits = ", ".join(f"{name}={getattr(dataset, name)}" for name in ("max_prompt_tokens", "max_tokens"))
+        limits = ", ".join(f"{flag_of(name)} {getattr(dataset, name)}" for name in ("max_prompt_tokens", "max_tokens"))
         raise UserError(
             f"data set {dataset.path}: all of its {dropped} rows are too long for {limits}, so that none is left; "
             "raise these limits"

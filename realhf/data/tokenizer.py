@@ -183,18 +183,18 @@ class TextTokenizer:
         if not found:
             raise UserError(
                 f"tokenizer {self.path}: it has no chat template (neither chat_template.jinja nor chat_template in "
-                "tokenizer_config.json), and the data set has chats; give one with chat_template (a file of Jinja "
+                "tokenizer_config.json), and the data set has chats; give one with --chat-template (a file of Jinja "
                 "text), use the tokenizer of an instruction-tuned model, or give rows of text"
             )
         if not given and "default" not in found:
             names = ", ".join(sorted(found))
-            raise UserError(f"tokenizer {self.path}: it has the chat templates {names}; name one with chat_template")
+            raise UserError(f"tokenizer {self.path}: it has the chat templates {names}; name one with --chat-template")
         try:
             return ChatTemplate(found[given or "default"], self.special_tokens, self._date)
         except TemplateError as error:
             raise UserError(
                 f"tokenizer {self.path}: its chat template is broken ({error}); correct it, or give another one with "
-                "chat_template"
+                "--chat-template"
             ) from None
 
     def _template_texts(self) -> dict[str, str]:
@@ -307,7 +307,7 @@ def _template_of(given: str) -> str:
     except (OSError, ValueError) as error:
         what = error.strerror.lower() if isinstance(error, OSError) and error.strerror else error
         raise UserError(
-            f"chat_template={given!r}: {what}; give a file of Jinja text, the text itself, or the name of one of the "
+            f"--chat-template {given!r}: {what}; give a file of Jinja text, the text itself, or the name of one of the "
             "tokenizer's templates"
         ) from None
 

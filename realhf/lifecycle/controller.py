@@ -13,11 +13,11 @@ from realhf.launch.process import Job, job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Detached, Interruption, Stopped
-from realhf.lifecycle.new import data_lines, fill, hardware_lines
+from realhf.lifecycle.new import data_lines, fill, hardware_lines, schedule_lines
 from realhf.lifecycle.replan import keep_times
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
-from realhf.lifecycle.resume import resumed_run
+from realhf.lifecycle.resume import resumed_run, schedule_note
 from realhf.lifecycle.shrink import Suspects, elsewhere
 from realhf.lifecycle.unplanned import job_to_watch, planned_steps, why_unplanned
 from realhf.rundir.checkpoints import Choice, newest_good, remove_unfinished, saved_steps
@@ -82,11 +82,14 @@ def resume(request: RunRequest, listener: Listener) -> None:
         with directory.lock(MASTER):  # a job may outlive its launcher
             run, choice = resumed_run(request, directory, listener.search)
             launcher, _ = _launcher(run, request, directory)
+            warning = schedule_note(run, directory)
             fill(run, directory, accepts_inputs=request.recovery.accept_changed_inputs)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
             listener.say(f"the checkpoint after step {step} is passed over: {reason}")
         listener.say(f"the run goes on after step {run.spec.resume_step}")
+        if warning:
+            listener.say(warning)
         Controller(run, request, directory, launcher, listener).carry_out()
 
 
@@ -240,7 +243,7 @@ class Controller:
         return replanner
 
     def _describe(self, run: Run) -> None:
-        for line in (*hardware_lines(run, self._request.plan.plan), *data_lines(run)):
+        for line in (*hardware_lines(run, self._request.plan.plan), *data_lines(run), *schedule_lines(run)):
             self._listener.say(line)
 
     def _start(self, job: Job) -> None:

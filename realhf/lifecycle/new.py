@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from realhf.api.computation import check_given
+from realhf.api.fields import flags_of
 from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.base.numbers import Bounds, check_fields
 from realhf.data.fit import check_fit, check_replay
 from realhf.data.inputs import keep_inputs
-from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import load_plan
 from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
@@ -78,13 +78,8 @@ def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cl
 def check_experiment(experiment: ResolvedExperiment, batch_size: int | None = None) -> None:
     """Raises UserError if the experiment can run under no plan. `batch_size`: another one than its own."""
     check_values(experiment)
-    extent, graph = experiment.dataset.check(), experiment.graph
-    batch_size = batch_size or experiment.settings.batch_size
-    rows = graph.rows_per_step(batch_size)
-    if extent.rows < rows:
-        each = _per_prompt(graph)
-        raise UserError(f"the data set has {extent.rows} rows, fewer than batch_size={batch_size}{each}; add rows")
-    check_fit(graph, extent)
+    graph = experiment.graph
+    _check_rows(experiment, batch_size or experiment.settings.batch_size)
     for name, setup in experiment.setups.items():
         if setup.checkpoint is not None:  # one that does not fit is found now
             check_checkpoint(setup.checkpoint, graph.models[name], setup.new_head)
@@ -101,9 +96,18 @@ def check_values(experiment: ResolvedExperiment) -> None:
     _check_finite("", msgspec.to_builtins(experiment.source))
 
 
-def _per_prompt(graph: DataflowGraph) -> str:
-    """By what a batch size is divided for its rows of the data set, for messages."""
-    return f" / samples_per_prompt={graph.samples_per_prompt}" if graph.samples_per_prompt > 1 else ""
+def _check_rows(experiment: ResolvedExperiment, batch_size: int) -> None:
+    """Raises UserError where the data do not fit the models that read them, or have too few rows for a batch."""
+    graph, flags, extent = experiment.graph, flags_of(type(experiment.source)), experiment.dataset.check()
+    size, each = (flags.get(name, [name])[0] for name in ("batch_size", "samples_per_prompt"))
+    rows = graph.rows_per_step(batch_size, size, each)
+    check_fit(graph, extent)
+    if extent.rows < rows:
+        divided = f" / {each}={graph.samples_per_prompt}" if graph.samples_per_prompt > 1 else ""
+        raise UserError(
+            f"the data set {extent.path} has {extent.rows} rows, fewer than {size}={batch_size}{divided}; add rows, or "
+            "lower it"
+        )
 
 
 def _check_finite(name: str, value: Any) -> None:
@@ -171,6 +175,22 @@ def data_lines(run: Run) -> list[str]:
     if evaluation := run.experiment.evaluation:
         said.append(evaluation.dataset.describe())
     return said
+
+
+def schedule_lines(run: Run) -> list[str]:
+    """Warnings of learning rates that never reach what was asked for: the warm-up is longer than the run."""
+    found = []
+    for name, setup in run.experiment.setups.items():
+        total = run.initial_steps[name] + run.experiment.steps * run.optimizer_steps(name)
+        if setup.optimizer and run.optimizer_steps(name) and setup.optimizer.warmup_steps > total:
+            given = flags_of(type(run.experiment.source)).get("warmup_steps", [])
+            flag = next((one for one in given if one.startswith(f"--{name}.")), given[0] if given else "warmup_steps")
+            found.append(
+                f"warning: {flag} {setup.optimizer.warmup_steps} is more than the {total} optimizer steps of {name}, "
+                f"so its learning rate ends at {total / setup.optimizer.warmup_steps:.0%} of lr={setup.optimizer.lr:g}"
+                "; give fewer, or more --steps"
+            )
+    return found
 
 
 def hardware_lines(run: Run, given: Path | None) -> list[str]:

@@ -91,9 +91,9 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     ),
     "empty data": ({"--data": "empty.jsonl"}, "empty.jsonl: the file is empty"),
     "broken data": ({"--data": "broken.jsonl"}, "broken.jsonl, line 2: broken JSON"),
-    "few rows": ({"--batch-size": "256"}, "16 rows.*fewer than batch_size=256"),
+    "few rows": ({"--batch-size": "256"}, "16 rows.*fewer than --batch-size=256 / --grpo.samples-per-prompt=8; add"),
     "a long row": ({"--data": "long.jsonl"}, "long.jsonl, line 6: 'prompt' has 15000 tokens.*positions for 2048"),
-    "no template": ({"--data": "chats.jsonl", "--model": "base"}, "no chat template .*give one with chat_template"),
+    "no template": ({"--data": "chats.jsonl", "--model": "base"}, "no chat template .*give one with --chat-template"),
     "no such evaluation data": ({"--eval-data": "nowhere.jsonl"}, "nowhere.jsonl: no such file or directory"),
     "an evaluation without data": ({"--eval-every-steps": "5"}, "--eval-every-steps 5 evaluates held-out rows.* none"),
     "data given twice": (
@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     "a folder without a model": ({"--model": "nothing"}, "no checkpoint of a model is there; give a Hugging Face"),
     "another tokenizer": ({"--model": "small"}, "token id .* has vocab_size=64.*use the tokenizer that"),
     "a number out of range": ({"--actor.lr": "-1"}, "lr -1.0 is not from .* give a number in that range"),
-    "a batch of no whole groups": ({"--batch-size": "7"}, "samples_per_prompt=8 does not divide batch_size=7"),
+    "a batch of no whole groups": ({"--batch-size": "7"}, "--grpo.samples-per-prompt=8 does not divide --batch-size=7"),
 }
 
 

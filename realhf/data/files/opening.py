@@ -16,6 +16,7 @@ from realhf.data.tasks import meant, rewards_of, task_file
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 FORMATS = "JSONL (one object a line), parquet, or a folder that `datasets` saved (save_to_disk)"
+_OF_MODELS = ("config.json", "tokenizer.json")
 # The first bytes of common files that are no data files.
 _ARCHIVES = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2"}
 _START_BYTES = 8  # as many as a format is known by, and more
@@ -51,7 +52,8 @@ def _remedy(path: Path) -> str:
             load = f"datasets.load_dataset('{path}', split='train').to_json('train.jsonl')"
             return f"nothing is downloaded: save a data set of the Hugging Face hub first, {load}"
         return f"there is no folder {path.parent}; correct the path"
-    names = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)
+    files = (file for file in path.parent.iterdir() if file.suffix in SUFFIXES)
+    names = sorted(file.name for file in files if file.name not in _OF_MODELS)
     if meant := get_close_matches(path.name, names, 1, cutoff=0.85):
         return f"did you mean {path.with_name(meant[0])}?"
     return f"correct the path (the folder has {', '.join(names[:8])})" if names else "correct the path"
@@ -79,7 +81,7 @@ def data_files(path: str) -> list[Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    if any((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+    if any((folder / name).is_file() for name in _OF_MODELS):
         raise UserError(f"data set {folder}: this is the directory of a model, not of data; give {FORMATS}")
     found = [
         file

@@ -10,10 +10,11 @@ import pytest
 from realhf.cli import main
 from realhf.lifecycle import resume
 from realhf.lifecycle.controller import LAUNCHER_LOCK
-from realhf.lifecycle.new import new_run
+from realhf.lifecycle.new import new_run, schedule_lines
 from realhf.rundir.checkpoints import Choice, RunState
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
+from realhf.rundir.run import load_run
 from tests.unit.lifecycle.requests import request_of
 
 
@@ -67,6 +68,29 @@ def test_other_data_is_refused_unless_it_is_accepted(
     assert "--resume --accept-changed-inputs resumes with the present files" in message
     assert main([*again, "--accept-changed-inputs"]) == 0
     assert main(again) == 0, "they are the run's from now on"
+
+
+def test_more_steps_stretch_the_schedule(began: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said once: the run has the new number from then on."""
+    again = ["run", "experiments/sft.py", "--run-dir", str(began.path), "--resume", "--steps", "6"]
+    assert main(again) == 0
+    told = "warning: --steps 6 in place of 3 moves the end of the learning-rate schedule of sft: the rates from here"
+    assert f"{told} on are above those" in " ".join(capsys.readouterr().err.split())
+    assert main(again) == 0
+    assert "schedule" not in capsys.readouterr().err
+    assert main([*again[:-1], "4"]) == 0
+    assert "--steps 4 in place of 6 " in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_warm_up_that_is_longer_than_the_run(directory: RunDirectory) -> None:
+    """A step has an optimizer step of each model for both mini-batches: 3 steps have 6, and 2 have 4."""
+    assert schedule_lines(load_run(directory)) == []
+    long = new_run(request_of("experiments/ppo.py", "--plan", "tests/plans/single.json", "--steps", "2"))
+    assert schedule_lines(long) == [
+        f"warning: --warmup-steps 5 is more than the 4 optimizer steps of {name}, so its learning rate ends at 80% of "
+        f"lr={long.experiment.setups[name].optimizer.lr:g}; give fewer, or more --steps"
+        for name in ("actor", "critic")
+    ]
 
 
 def test_a_new_run_has_nothing_that_could_have_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

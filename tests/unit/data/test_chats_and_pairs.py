@@ -261,14 +261,14 @@ def test_the_common_beginning_is_that_of_trl_up_to_a_word() -> None:
             PromptDataset,
             {"prompt": "b"},
             {"prompt_field": "q"},
-            "prompt_field='q' is none of its columns, which are prompt",
+            "--prompt-field 'q' is none of its columns, which are prompt",
         ),
         (SFTDataset, {"prompt": "b"}, {}, "is known as the answer (answer, response, completion, output, solution)"),
         (
             PreferenceDataset,
             {"prompt": "b", "chosen": "c"},
             {},
-            "known as the rejected (rejected); name the column with rej",
+            "known as the rejected (rejected); name the column with --rej",
         ),
         (PromptDataset, {"prompt": []}, {}, "line 1: field 'prompt' is [], not a list of messages; correct it"),
         (PromptDataset, {"prompt": {"a": 1}}, {}, "field 'prompt' is {'a': 1}, not a text of at least one character"),
@@ -300,7 +300,7 @@ def test_the_common_beginning_is_that_of_trl_up_to_a_word() -> None:
             SFTDataset,
             {"messages": turns("a", "b")},
             {"chat_template": "{% generation %}{{ raise_exception('no ' + 'way') }}{% endgeneration %}"},
-            "refuses the chat (no way); correct the chat, or give another template with chat_template",
+            "refuses the chat (no way); correct the chat, or give another template with --chat-template",
         ),
         (
             PromptDataset,
@@ -318,7 +318,7 @@ def test_a_tokenizer_without_a_template(make, tmp_path: Path) -> None:
     sort_task.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     text = says(make(PromptDataset, {"prompt": turns("a")}, tokenizer=str(tmp_path)))
     assert text.startswith(f"tokenizer {tmp_path}/tokenizer.json: it has no chat template")
-    assert "give one with chat_template" in text
+    assert "give one with --chat-template" in text
 
 
 def test_options_that_are_not_known(make) -> None:

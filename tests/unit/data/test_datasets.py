@@ -69,7 +69,7 @@ def test_lengths_are_mean_and_maximum(folder):
         ({"prompt": "ba>"}, ["field 'answer' is missing", "prompt, answer", "add it"]),
         ({"prompt": "", "answer": "a"}, ["field 'prompt' is ''", "at least one character"]),
         ({"prompt": 7, "answer": "a"}, ["field 'prompt' is 7", "not a text"]),
-        ({"prompt": "abc>", "answer": "abc"}, ["5 tokens", "max_prompt_tokens=4", "shorten"]),
+        ({"prompt": "abc>", "answer": "abc"}, ["5 tokens", "--max-prompt-tokens 4", "shorten"]),
         ({"prompt": "bA>", "answer": "ab"}, ["'A' in 'bA>'", "no token"]),
         ({"prompt": "ba>", "answer": "a7"}, ["'7' in 'a7'", "no token"]),
     ],
@@ -99,14 +99,14 @@ def test_missing_and_empty_files(folder):
     with pytest.raises(UserError, match="file is empty"):
         dataset.check()
     (folder / "data.jsonl").unlink()
-    with pytest.raises(UserError, match=r"data\.jsonl: no such file or directory; .*python -m realhf\.data\.sort_task"):
+    with pytest.raises(UserError, match=r"data\.jsonl: no such file or directory; correct the path$"):
         dataset.check()
     with pytest.raises(UserError, match=r"tokenizer nowhere\.json: no such file"):
         make(folder, SFTDataset, [GOOD], tokenizer="nowhere.json").check()
 
 
 def test_a_broken_tokenizer_and_an_unknown_end_token(folder):
-    with pytest.raises(UserError, match="it has no token '<end>'; set end_token"):
+    with pytest.raises(UserError, match="it has no token '<end>'; set --end-token"):
         make(folder, SFTDataset, [GOOD], end_token="<end>").check()
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer .*tokenizer\.json: .*; give a tokenizer\.json"):

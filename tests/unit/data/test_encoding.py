@@ -232,15 +232,15 @@ def test_a_text_without_a_prompt_is_cut_as_a_whole(both: int, cut: EncodedRow | 
 @pytest.mark.parametrize(
     ("prompt", "both", "message"),
     [
-        (3, None, "the prompt has 4 tokens, more than max_prompt_tokens=3; {}, or raise max_prompt_tokens"),
-        (3, 5, "the prompt has 4 tokens, more than max_prompt_tokens=3; {}, or raise max_prompt_tokens"),
-        (None, 5, "the sequence has 6 tokens, more than max_tokens=5; {}, or raise max_tokens"),
-        (4, 5, "the sequence has 6 tokens, more than max_tokens=5; {}, or raise max_tokens"),
+        (3, None, "the prompt has 4 tokens, more than --max-prompt-tokens 3; {}, or raise --max-prompt-tokens"),
+        (3, 5, "the prompt has 4 tokens, more than --max-prompt-tokens 3; {}, or raise --max-prompt-tokens"),
+        (None, 5, "the sequence has 6 tokens, more than --max-tokens 5; {}, or raise --max-tokens"),
+        (4, 5, "the sequence has 6 tokens, more than --max-tokens 5; {}, or raise --max-tokens"),
     ],
 )
 def test_the_limit_that_a_row_is_beyond(
     prompt: int | None, both: int | None, message: str, tokenizer: TextTokenizer
 ) -> None:
-    remedy = 'shorten it, delete the line, or set too_long to "drop" or "truncate_left"'
+    remedy = "shorten it, delete the line, or set --too-long to drop or truncate_left"
     with pytest.raises(ValueError, match=f"^{re.escape(message.format(remedy))}$"):
         one(tokenizer, text("d", prompt="abc"), limits(prompt, both, "error"))

@@ -27,7 +27,7 @@ def test_the_column_of_a_role(columns: list[str], given: str, found: str | None)
 
 def test_several_names_of_a_role_are_a_question() -> None:
     columns = Columns("a.jsonl", ["query", "question", "level"], {})
-    message = "data set a.jsonl: its columns question and query may all be the prompt; name one with prompt_field"
+    message = "data set a.jsonl: its columns question and query may all be the prompt; name one with --prompt-field"
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         columns.find("prompt", "prompt_field")
 
@@ -36,14 +36,14 @@ def test_several_names_of_a_role_are_a_question() -> None:
 def test_a_role_without_a_column_is_named_with_all_columns(names: list[str], shown: str) -> None:
     message = (
         f"data set a.jsonl: none of its columns ({shown}) is known as the messages (messages, conversations, "
-        "conversation); name the column with messages_field, or add one"
+        "conversation); name the column with --messages-field, or add one"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         Columns("a.jsonl", names, {}).need("messages", "messages_field")
 
 
 def test_an_option_that_names_no_column() -> None:
-    message = "data set a.jsonl: x_field='c' is none of its columns, which are a, b; name one of these"
+    message = "data set a.jsonl: --x-field 'c' is none of its columns, which are a, b; name one of these"
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         Columns("a.jsonl", ["a", "b"], {"y_field": "", "z_field": "b", "x_field": "c"})
 

@@ -142,8 +142,8 @@ def test_tokens_that_cannot_end_a_response(tmp_path: Path, options: dict[str, ob
 def test_a_row_beyond_the_positions_of_a_model(tmp_path: Path, limited: DecoderConfig, positions: str) -> None:
     assert refusal(sft_graph(limited), extent_of(tmp_path, SFTDataset)) == (
         f"{tmp_path}/data.jsonl, line 2: 'tokens' has 7 tokens, and model 'sft' of sft_train_step has {positions}; "
-        'shorten or delete that line, or set a limit (max_prompt_tokens, max_tokens) with too_long="drop", or use a '
-        "model of longer sequences"
+        "shorten or delete that line, or set a limit (--max-prompt-tokens, --max-tokens) with --too-long drop, or use "
+        "a model of longer sequences"
     )
 
 
@@ -154,8 +154,8 @@ def test_a_response_beyond_the_positions_of_any_model_that_reads_it(tmp_path: Pa
         assert refusal(rollout_graph(actor, reward=reward, max_new_tokens=9), extent) == (
             f"{tmp_path}/data.jsonl, line 2: 'prompt' has 4 tokens, and with max_new_tokens=9 of actor_generate 13, "
             f"and model {name} has positions for 12 (max_position_embeddings); lower max_new_tokens, shorten or delete "
-            'that line, or set a limit (max_prompt_tokens, max_tokens) with too_long="drop", or use a model of longer '
-            "sequences"
+            "that line, or set a limit (--max-prompt-tokens, --max-tokens) with --too-long drop, or use a model of "
+            "longer sequences"
         )
 
 

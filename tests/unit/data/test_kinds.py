@@ -189,7 +189,7 @@ def test_the_draft_of_a_pair(
     assert found == expected
 
 
-NO_PROMPT = "its answers have no prompt before them; name the column of the prompt with prompt_field"
+NO_PROMPT = "its answers have no prompt before them; name the column of the prompt with --prompt-field"
 
 
 @pytest.mark.parametrize(

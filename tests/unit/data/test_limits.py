@@ -60,7 +60,7 @@ def test_dropped_rows_are_counted_and_named_nowhere(folder: Path) -> None:
 def test_the_limit_of_a_sequence(folder: Path) -> None:
     rows = [{"prompt": "abc", "answer": "abc"}, {"prompt": "a", "answer": "abcde"}, {"prompt": "a", "answer": "b"}]
     with pytest.raises(
-        UserError, match=r"line 1: the sequence has 8 tokens, more than max_tokens=7; shorten it, .*drop"
+        UserError, match=r"line 1: the sequence has 8 tokens, more than --max-tokens 7; shorten it, .*drop"
     ):
         make(folder, SFTDataset, rows, max_tokens=7).check()
     for options in ({"max_tokens": 7}, {"max_prompt_tokens": 2, "max_tokens": 8}):
@@ -103,7 +103,7 @@ def test_texts_are_cut_too(folder: Path) -> None:
 def test_a_data_set_without_a_row_left_is_refused(folder: Path) -> None:
     dataset = make(folder, PromptDataset, [{"prompt": "abcd"}] * 3, max_prompt_tokens=2, too_long="drop")
     with pytest.raises(
-        UserError, match=r"all of its 3 rows are too long for max_prompt_tokens=2, max_tokens=None, .*raise"
+        UserError, match=r"all of its 3 rows are too long for --max-prompt-tokens 2, --max-tokens None, .*raise"
     ):
         dataset.check()
 

@@ -138,15 +138,15 @@ def test_columns_are_those_of_the_options() -> None:
         ),
         (
             {"prompt": "bcd"},
-            "the prompt has 4 tokens, more than max_prompt_tokens=3; shorten it, delete the line, or set too_long to "
-            '"drop" or "truncate_left", or raise max_prompt_tokens',
+            "the prompt has 4 tokens, more than --max-prompt-tokens 3; shorten it, delete the line, or set --too-long "
+            "to drop or truncate_left, or raise --max-prompt-tokens",
         ),
         ({"other": "b"}, "field 'prompt' is missing; every row has the fields prompt; add it or delete the line"),
         ({"prompt": ""}, "field 'prompt' is '', not a text of at least one character; correct it or delete the line"),
         (
             {"prompt": turns("u:b", "a:c")},
-            "the chat 'prompt' ends with the assistant's turn, and a prompt ends before it; name it as messages_field "
-            "if it is a whole chat",
+            "the chat 'prompt' ends with the assistant's turn, and a prompt ends before it; name it as "
+            "--messages-field if it is a whole chat",
         ),
     ],
 )
@@ -169,13 +169,13 @@ def test_the_token_that_ends_a_response(folder: Path) -> None:
     assert end(end_token=">") == 3
     missing = make(folder, SFTDataset, {"text": "a"}, end_token="<end>")
     assert refusal(missing) == (
-        f"tokenizer {folder}/tokenizer.json: it has no token '<end>'; set end_token to one that it has"
+        f"tokenizer {folder}/tokenizer.json: it has no token '<end>'; set --end-token to one that it has"
     )
     file = folder / "tokenizer.json"
     file.write_text(file.read_text().replace("<eos>", "<stop>"))
     assert refusal(make(folder, SFTDataset, {"text": "a"})) == (
         f"tokenizer {file}: no file beside it names the token that ends a text (eos_token in tokenizer_config.json); "
-        "set end_token"
+        "set --end-token"
     )
     assert end(end_token="<stop>") == 2
     (folder / "tokenizer_config.json").write_text('{"eos_token": "*"}')

@@ -156,9 +156,9 @@ def test_a_template_of_the_users(tmp_path: Path) -> None:
     assert TextTokenizer(folder, "brief").template.render(chat) == "a?"
     (folder / "additional_chat_templates/always.jinja").write_text("!")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(UserError, match="it has the chat templates always, brief; name one with chat_template"):
+    with pytest.raises(UserError, match="it has the chat templates always, brief; name one with --chat-template"):
         _ = TextTokenizer(folder).template
-    with pytest.raises(UserError, match=r"chat_template='nowhere\.jinja': no such file or directory; give a file"):
+    with pytest.raises(UserError, match=r"--chat-template 'nowhere\.jinja': no such file or directory; give a file"):
         _ = TextTokenizer(folder, "nowhere.jinja").template
     with pytest.raises(UserError, match=r"its chat template is broken \(.*\); correct it"):
         _ = TextTokenizer(folder, "{% if %}").template

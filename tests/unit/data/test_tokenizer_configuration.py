@@ -250,14 +250,14 @@ def test_templates_by_name(folder: Path) -> None:
         assert TextTokenizer(folder, "default").template.render(CHAT) == "plain"
         assert TextTokenizer(folder, "{{ 'given' }}").template.render(CHAT) == "given"
     assert configured(folder, chat_template="one").template.render(CHAT) == "one"
-    with pytest.raises(UserError, match=r"it has the chat templates a, b; name one with chat_template$"):
+    with pytest.raises(UserError, match=r"it has the chat templates a, b; name one with --chat-template$"):
         _ = configured(folder, chat_template={"b": "x", "a": "y"}).template
     (folder / "chat_template.jinja").write_text("of a file")
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("of another")
     found = configured(folder, chat_template=texts)
     assert found.template.source == "of a file"
     assert TextTokenizer(folder, "tool_use").template.source == "of another"
-    with pytest.raises(UserError, match=r"^chat_template='brief': no such file or directory; give a file of Jinja"):
+    with pytest.raises(UserError, match=r"^--chat-template 'brief': no such file or directory; give a file of Jinja"):
         _ = TextTokenizer(folder, "brief").template
 
 
@@ -291,7 +291,7 @@ def test_a_template_that_cannot_be_read(given: str, why: str, folder: Path) -> N
     (folder / "bytes").write_bytes(b"\xff")
     given = {"FILE": str(folder / "bytes"), "DIR": str(folder)}.get(given, given)
     remedy = "give a file of Jinja text, the text itself, or the name of one of the tokenizer's templates"
-    with pytest.raises(UserError, match=f"^{re.escape(f'chat_template={given!r}: ')}{why}; {remedy}$"):
+    with pytest.raises(UserError, match=f"^{re.escape(f'--chat-template {given!r}: ')}{why}; {remedy}$"):
         _ = TextTokenizer(folder, given).template
 
 
