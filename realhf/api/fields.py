@@ -12,6 +12,8 @@ from realhf.api.script.experiment import ScriptExperiment
 from realhf.base.options import Common, Option, OptionField, declarations
 
 Names = tuple[str, ...]
+# The fields of scripts that one without training has no use for.
+_OF_TRAINING = ("steps", "mini_batches", "eval_data", "eval_every_steps", "eval_batch_size", "eval_temperature")
 
 
 def flags_of(cls: type[Any]) -> Mapping[str, list[str]]:
@@ -25,11 +27,13 @@ def flags_of(cls: type[Any]) -> Mapping[str, list[str]]:
 
 def experiment_fields(cls: type[Any]) -> Iterator[OptionField]:
     """The fields of an experiment's dataclass that a command line can set, by the names that tyro gives them. Those of
-    optimizers are left out for models that the script only reads."""
-    untrained = cls.untrained() if issubclass(cls, ScriptExperiment) else frozenset[str]()
+    optimizers are left out for models that the script only reads, and those of training where it only evaluates."""
+    is_script = issubclass(cls, ScriptExperiment)
+    untrained = cls.untrained() if is_script else frozenset[str]()
+    unused = _OF_TRAINING if is_script and cls.evaluates_only() else ()
     of_optimizer = {one.name for one in fields(OptimizerConfig)} | {"with_optimizer"}
     for path, one in _within(cls):
-        if not (path[0] in untrained and path[-1] in of_optimizer):
+        if path[0] not in unused and not (path[0] in untrained and path[-1] in of_optimizer):
             yield one
 
 

@@ -17,6 +17,7 @@ from realhf.lifecycle.interruption import Stopped
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "use": {
         "run": "plan an experiment, start its workers, and train",
+        "evaluate": "have models answer held-out prompts, and compare their scores",
         "status": "say where a run stands",
         "attach": "watch a run that another process has started",
         "stop": "end a run with a checkpoint",
@@ -38,7 +39,9 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in commands.items()}
 THEN = "--then"  # of `realhf run`: another run follows, which begins after this one has ended well
-WITH_EXPERIMENT = ("run", "plan", "profile")  # options that they do not know are fields of the experiment
+WITH_EXPERIMENT = ("run", "plan", "profile")  # name an experiment
+# Options that they do not know are fields of the experiment; `evaluate` is one itself.
+TAKES_FIELDS = (*WITH_EXPERIMENT, "evaluate")
 # (command, option that had another name or place) -> what to write now.
 RENAMED: Mapping[tuple[str, str], str] = {
     ("plan", "--osdp"): "realhf osdp MODEL",
@@ -51,7 +54,7 @@ def parser(name: str) -> Command:
     """The parser of a command, for the words behind its name. The docstring of the command's module is its description
     and its examples in the help. No other command's module is imported."""
     module = importlib.import_module(f"realhf.cli.{name}")
-    command = Command(name, takes_fields=name in WITH_EXPERIMENT)
+    command = Command(name, takes_fields=name in TAKES_FIELDS)
     command.description, _, command.epilog = (module.__doc__ or "").partition("\n\n")
     module.add_arguments(command)
     command.end_with_help()

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from realhf.api.experiment import SETTINGS_ATTRIBUTE
 from realhf.api.fields import experiment_fields
 from realhf.base.options import RANDOM_WEIGHTS, OptionField
-from realhf.cli import parser
+from realhf.cli import WITH_EXPERIMENT, parser
 from realhf.cli.command import HELP, HELP_ALL, Command, launcher_heading
 from realhf.cli.options import METAVARS, add_options, default_text
 from realhf.experiments import ready_experiments
@@ -29,8 +29,10 @@ def help_of(name: str, words: Sequence[str]) -> str:
     if experiment is not None:
         cls = load_experiment_class(experiment)
         launcher = launcher or getattr(cls, SETTINGS_ATTRIBUTE).launcher
-        _describe(shown, experiment, cls)
-        if any(word.partition("=")[0] == "--model" for word in others):
+        if name in WITH_EXPERIMENT:
+            _describe(shown, experiment, cls)
+        _add_fields(shown, cls)
+        if name not in WITH_EXPERIMENT or any(word.partition("=")[0] == "--model" for word in others):
             hidden.append(RANDOM_WEIGHTS)
     if launcher is not None and launcher in LAUNCHERS:
         hidden.remove(launcher_heading(launcher))
@@ -41,13 +43,16 @@ def help_of(name: str, words: Sequence[str]) -> str:
 
 
 def _describe(command: Command, path: str, cls: type) -> None:
-    """Adds the fields of the experiment in a file, and says what it is."""
+    """Says what the experiment in a file is."""
     command.leave_out("experiment", "list")
     ready = next((one for one in ready_experiments() if str(one.path) == path), None)
     command.prog = f"{command.prog} {ready.name if ready else path}"
     about = (inspect.getdoc(cls) or "").partition("\n\n")[0]
     command.description = f"{ready.summary}\nNeeds {ready.needs}." if ready else about
     command.epilog = None
+
+
+def _add_fields(command: Command, cls: type) -> None:
     for one in experiment_fields(cls):
         if not command.has(one.flag):
             command.add(one.flag, one.option, default_text(one), **_shown(one))

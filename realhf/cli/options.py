@@ -68,6 +68,11 @@ def options_of(of: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 def add_experiment_arguments(command: Command) -> None:
     """The arguments that name an experiment and the devices it may use."""
     add_experiment(command)
+    add_planning(command)
+
+
+def add_planning(command: Command) -> None:
+    """The arguments that say which devices an experiment may use, and how its plan is found."""
     add_options(command, DevicesRequest)
     add_options(command, PlanRequest)
     add_options(command, SearchBudget, seconds="default: as long as the problem needs")

@@ -6,12 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
+from realhf.base.options import Common
 from realhf.cli import parser
-from realhf.cli.command import Command
+from realhf.cli.command import Command, launcher_heading
 from realhf.cli.options import add_options, given_in, options_of, plan_request
 from realhf.launch.launcher import LAUNCHERS, Launcher, find_launcher
 from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest, default_run_directory
 from realhf.rundir.run import RunSpec, load_experiment_class
+
+
+def add_launcher(command: Command) -> None:
+    """The option that names what starts the processes."""
+    launcher = (
+        f"what starts the processes: {', '.join(LAUNCHERS)}, MODULE:CLASS or FILE.py:CLASS (default: that of @auto, "
+        "else local); `--launcher slurm --help` shows SLURM's options"
+    )
+    command.add("--launcher", Common(launcher, group="devices"), metavar="NAME")
+
+
+def add_options_of_launchers(command: Command) -> None:
+    """Their own options, which the help shows where one is chosen."""
+    for name in LAUNCHERS:
+        add_options(command, find_launcher(name).options_type, group=launcher_heading(name), shows_all=True)
 
 
 def run_request(arguments: argparse.Namespace) -> RunRequest:

@@ -14,15 +14,14 @@ from pathlib import Path
 from realhf.base.errors import UserError
 from realhf.base.options import Common
 from realhf.cli import THEN
-from realhf.cli.command import Command, launcher_heading
+from realhf.cli.command import Command
 from realhf.cli.detach import detached, how_to_watch
 from realhf.cli.options import add_experiment_arguments, add_options, options_of
 from realhf.cli.output import Output
 from realhf.cli.progress import shown
-from realhf.cli.request import run_request
+from realhf.cli.request import add_launcher, add_options_of_launchers, run_request
 from realhf.cli.several import run_chain, run_in_job, run_sweep
 from realhf.data.inputs import ACCEPT
-from realhf.launch.launcher import LAUNCHERS, find_launcher
 from realhf.lifecycle.controller import preview, resume, start
 from realhf.lifecycle.interruption import Detached
 from realhf.lifecycle.new import new_run
@@ -41,17 +40,12 @@ def add_arguments(command: Command) -> None:
     command.add("--dry-run", Common("print what the launcher would start, and start nothing"), action="store_true")
     detach = "return once the run has started, or its SLURM job is in the queue"
     command.add("--detach", Common(detach), action="store_true")
-    launcher = (
-        f"what starts the processes: {', '.join(LAUNCHERS)}, MODULE:CLASS or FILE.py:CLASS (default: that of @auto, "
-        "else local); `--launcher slurm --help` shows SLURM's options"
-    )
-    command.add("--launcher", Common(launcher, group="devices"), metavar="NAME")
+    add_launcher(command)
     add_experiment_arguments(command)
     add_options(command, RecoveryRequest)
     add_options(command, RunSpec)
     add_options(command, ReplanRequest)
-    for name in LAUNCHERS:
-        add_options(command, find_launcher(name).options_type, group=launcher_heading(name), shows_all=True)
+    add_options_of_launchers(command)
     # Only for the help: the words of a chain are parsed stage by stage.
     then = "another run, with its own options, after the one before has ended well; may be repeated"
     command.add(THEN, Common(then, group="several runs"), metavar="EXPERIMENT ...", default=argparse.SUPPRESS)

@@ -65,6 +65,10 @@ class DatasetRows:
             return self.batch_size
         return (self._first(step + 1) - self._first(step)) * self.samples_per_prompt
 
+    def first_sample(self, step: int) -> int:
+        """The place of a batch's first sample among those of all batches; 0 for a step of training."""
+        return 0 if self.seed is not None else self._first(step) * self.samples_per_prompt
+
     def _first(self, step: int) -> int:
         return self.num_rows * step // self.batches
 

@@ -10,6 +10,7 @@ import msgspec
 from realhf.api.computation import check_given
 from realhf.api.fields import flags_of
 from realhf.api.resolved import ResolvedExperiment
+from realhf.api.script.experiment import ScriptExperiment
 from realhf.base.errors import UserError
 from realhf.base.numbers import Bounds, check_fields
 from realhf.data.fit import check_fit, check_replay
@@ -92,7 +93,9 @@ def check_experiment(experiment: ResolvedExperiment, batch_size: int | None = No
 
 def check_values(experiment: ResolvedExperiment) -> None:
     """As `check_experiment`, of what can be judged before models and data are there."""
-    check_fields("", experiment.source, EXPERIMENT_RANGES)
+    cls = type(experiment.source)
+    evaluates_only = issubclass(cls, ScriptExperiment) and cls.evaluates_only()
+    check_fields("", experiment.source, EXPERIMENT_RANGES | ({"steps": (0, 0)} if evaluates_only else {}))
     _check_finite("", msgspec.to_builtins(experiment.source))
 
 
@@ -102,7 +105,7 @@ def _check_rows(experiment: ResolvedExperiment, batch_size: int) -> None:
     size, each = (flags.get(name, [name])[0] for name in ("batch_size", "samples_per_prompt"))
     rows = graph.rows_per_step(batch_size, size, each)
     check_fit(graph, extent)
-    if extent.rows < rows:
+    if extent.rows < rows and experiment.steps:
         divided = f" / {each}={graph.samples_per_prompt}" if graph.samples_per_prompt > 1 else ""
         raise UserError(
             f"the data set {extent.path} has {extent.rows} rows, fewer than {size}={batch_size}{divided}; add rows, or "
@@ -172,7 +175,8 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
 def data_lines(run: Run) -> list[str]:
     """Descriptions of the data for training and evaluation."""
     said: list[str] = [run.experiment.dataset.describe()]
-    if evaluation := run.experiment.evaluation:
+    evaluation = run.experiment.evaluation
+    if evaluation and evaluation.dataset is not run.experiment.dataset:
         said.append(evaluation.dataset.describe())
     return said
 

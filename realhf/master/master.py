@@ -318,9 +318,11 @@ class Master:
         stats: list[Sums] = []
         completions: list[Completion] = []
 
-        def add(_: int, records: list[CallRecord]) -> None:
+        def add(batch: int, records: list[CallRecord]) -> None:
+            self._recorder.set(f"evaluation after step {step}: {batch + 1} of {rows.batches} batches")
             stats.extend(record.stats for record in records)
-            completions.extend(each for record in records for each in record.completions)
+            made, first = (each for record in records for each in record.completions), rows.first_sample(batch)
+            completions.extend(replace(each, sample=first + each.sample) for each in made)
 
         if not await self._dispatcher.run_steps(planned, order, 1, add):
             return  # the run ends; the evaluation is left to the run that resumes

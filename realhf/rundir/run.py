@@ -262,16 +262,17 @@ class Run:
         return [name for name in graph.models if self.optimizer_steps(name) or setups[name].follows]
 
     def call_plan(self, split: Split, call: ModelFunctionCallDef) -> CallPlan:
-        """How a call runs, one beside the devices too. In evaluation it runs as its twin in training, in one
-        micro-batch; generation without chunks."""
+        """How a call runs, one beside the devices too. In evaluation it runs as its twin in training: generation
+        without chunks, and in the micro-batches of a twin that generates; anything else in one micro-batch."""
         if split == "train":
             return self.plan.of_call(self.experiment.graph, call.name, self.batch_size(split))
         if call.runs_beside:
             place = self.experiment.graphs[split].calls[self.experiment.graphs[split].place_of(call.name)]
             return beside_plan(self.call_plan(split, place), self.batch_size(split))
-        twin = self.plan.calls[evaluation_twin(self.experiment.graph, call)]
-        chunks = 1 if call.generates else twin.chunks
-        return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks, copy_from=None)
+        name = evaluation_twin(self.experiment.graph, call)
+        twin, both_generate = self.plan.calls[name], call.generates and self.experiment.graph.calls[name].generates
+        chunks, micro_batches = 1 if call.generates else twin.chunks, twin.micro_batches if both_generate else 1
+        return msgspec.structs.replace(twin, micro_batches=micro_batches, chunks=chunks, copy_from=None)
 
     def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:
         """All calls of training and evaluation, and where they run."""

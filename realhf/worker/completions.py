@@ -12,11 +12,15 @@ from realhf.engine.interface import CallResult
 from realhf.transport.messages import BatchKey, Completion
 
 MOST_CHARACTERS = 20_000  # in a text
+# In all prompts of a call, and in all responses: with four bytes each they fit into a message.
+MOST_IN_ALL = 2_000_000
 
 
-def shown_samples(batch: BatchKey, batch_size: int, number: int) -> list[int]:
+def shown_samples(batch: BatchKey, batch_size: int, number: int | None) -> list[int]:
     """The ids of the samples that a step shows to people, at most `number`: evenly spread, different ones in the next
-    step, the same in every run. All evaluations show the same samples, those of the first batch."""
+    step, the same in every run. All evaluations show the same samples, those of the first batch. None: all of them."""
+    if number is None:
+        return list(range(batch_size))
     number = min(number, batch_size)
     if batch.split == "train":
         return sorted((batch.step + i * (batch_size // number)) % batch_size for i in range(number))
@@ -29,7 +33,7 @@ def completions(
     data: Sequence[Batch],
     result: CallResult,
     rows: DatasetRows,
-    number: int,
+    number: int | None,
 ) -> tuple[Completion, ...]:
     """Those of this rank, if the call reads sequences (`seq`) and makes their rewards (`reward`); else none.
 
@@ -45,12 +49,13 @@ def completions(
         for sample, sequence, reward in zip(ids, sequences, result.outputs["reward"], strict=True)
         if sample in wanted
     ]
+    most = min(MOST_CHARACTERS, MOST_IN_ALL // max(1, len(shown)))
     prompts = [row.get("prompt") for row in rows.tokens(batch.step, [sample for sample, _, _ in shown])]
     return tuple(
         Completion(
             sample=sample,
-            prompt=_shortened(rows.text(prompt)),
-            response=_shortened(rows.text(sequence[len(prompt) :])),
+            prompt=_shortened(rows.text(prompt), most),
+            response=_shortened(rows.text(sequence[len(prompt) :]), most),
             reward=float(reward) if reward.numel() == 1 else None,
             notes=result.notes.get(sample, msgspec.UNSET),
         )
@@ -59,6 +64,6 @@ def completions(
     )
 
 
-def _shortened(text: str) -> str:
-    half = MOST_CHARACTERS // 2
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+def _shortened(text: str, most: int) -> str:
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"

@@ -279,7 +279,7 @@ class ModelWorker:
         data: Sequence[Batch],
         result: CallResult,
     ) -> tuple[Completion, ...]:
-        batch, number = request.batch, self._run.spec.samples
+        batch, number = request.batch, self._run.spec.samples if self._run.experiment.steps else None
         with self._reading:
             return completions(definition, batch, data, result, self._readers[batch.split], number)
 

@@ -192,6 +192,15 @@ RUN_ELSEWHERE = {
         "tests/docs/test_recipes.py",
         ["README.md", "realhf run grpo --model ./", "run_small(command)"],
     ),
+    "realhf evaluate --model ./Qwen2.5-1.5B --data test.jsonl --reward rewards.py:correct": (
+        "tests/e2e/test_evaluate.py",
+        ['cli.main(["evaluate"', '"--model", "Llama-one"', '"--data", "rows.jsonl"', '"--reward", "rewards.py:even"'],
+    ),
+    "realhf evaluate --model ./Qwen2.5-1.5B --model runs/grpo --data test.jsonl --reward rewards.py:correct "
+    "--json figures.json": (
+        "tests/e2e/test_evaluate.py",
+        ['cli.main(["evaluate"', '"--model", "Llama-one", "--model", "Llama-two"', '"--json", "both.json"'],
+    ),
     "realhf run reinforce.py --num-workers 2 --steps 40 --model RUN_DIR": (
         "tests/docs/test_docs.py",
         ["def test_the_example_trains_under_two_workers", "reinforce.py", "--num-workers"],

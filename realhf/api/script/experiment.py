@@ -44,7 +44,8 @@ class ScriptExperiment:
     """The fields that the experiments of all scripts have.
 
     An evaluation is made before the first step, every `eval_every_steps` and at the end. Its statistics are the rewards
-    of one response to each prompt of `eval_data`, or the losses of examples and pairs.
+    of one response to each prompt of `eval_data`, or the losses of examples and pairs. A script of no steps trains
+    nothing: its calls are an evaluation of all of its data, which is made once.
     """
 
     SCRIPT: ClassVar[Callable[..., None]]
@@ -93,6 +94,10 @@ class ScriptExperiment:
 
     def __post_init__(self) -> None:
         check_options(ScriptExperiment, vars(self))
+        if self.evaluates_only() and (self.steps or self.eval_data):
+            raise UserError(
+                f"{type(self).__name__} trains nothing and evaluates --data; leave --steps and --eval-data out"
+            )
         if self.eval_every_steps is not None and not self.eval_data:
             raise UserError(
                 f"--eval-every-steps {self.eval_every_steps} evaluates held-out rows, and there are none; give "
@@ -107,7 +112,7 @@ class ScriptExperiment:
     @cached_property
     def rpcs(self) -> Sequence[ModelFunctionCallDef]:
         trace = self._trace()
-        _check(type(self).SCRIPT, trace, list(self._models), list(self._of_kind(ScriptData)))
+        _check(type(self), trace, list(self._models), list(self._of_kind(ScriptData)))
         for call in trace.calls:
             if isinstance(call.interface_impl, Distributions):
                 drawn_by = trace.maker(dict(call.interface_impl.batch.columns)["seq"])
@@ -131,6 +136,8 @@ class ScriptExperiment:
 
     @cached_property
     def evaluation(self) -> Evaluation | None:
+        if self.evaluates_only():
+            return Evaluation(rpcs=self.rpcs, dataset=self.dataset, batch_size=self.batch_size)
         if not self.eval_data:
             return None
         name, *_ = self._of_kind(ScriptData)
@@ -144,6 +151,11 @@ class ScriptExperiment:
             )
         size = self.eval_batch_size or self.batch_size
         return Evaluation(rpcs=calls, dataset=dataset, batch_size=size, every_steps=self.eval_every_steps)
+
+    @classmethod
+    def evaluates_only(cls) -> bool:
+        """Whether the script trains nothing: `@auto(steps=0)`."""
+        return cls.steps == 0
 
     @classmethod
     def untrained(cls) -> frozenset[str]:
@@ -264,8 +276,9 @@ def _run(script: Callable[..., None], arguments: Mapping[str, Any]) -> None:
         raise ScriptError(f"{where}: {what}") from error
 
 
-def _check(script: Callable[..., None], trace: Trace, models: Sequence[str], data: Sequence[str]) -> None:
-    """Raises UserError for a script that leaves something unused, or trains nothing."""
+def _check(cls: type[ScriptExperiment], trace: Trace, models: Sequence[str], data: Sequence[str]) -> None:
+    """Raises UserError for a script that leaves something unused, or trains nothing in its steps."""
+    script = cls.SCRIPT
     place = f"{script.__code__.co_filename}:{script.__code__.co_firstlineno}: {script.__name__}"
     trace.check_read()
     used = {call.model_name for call in trace.calls}
@@ -276,8 +289,11 @@ def _check(script: Callable[..., None], trace: Trace, models: Sequence[str], dat
     for name in data:
         if not any(maker == name and key in read for key, maker in trace.makers.items()):
             raise ScriptError(f"{place}: nothing reads the data {name!r}; give it to a call, or leave it out")
-    if not any(call.trains for call in trace.calls):
-        raise ScriptError(f"{place} trains no model; call update on one of them")
+    trains = any(call.trains for call in trace.calls)
+    if trains and cls.evaluates_only():
+        raise ScriptError(f"{place} trains a model in no steps; give @auto other steps, or leave the update out")
+    if not trains and not cls.evaluates_only():
+        raise ScriptError(f"{place} trains no model; call update on one of them, or write @auto(steps=0)")
 
 
 def _mentions(script: Callable[..., None], name: str) -> bool:

@@ -59,7 +59,7 @@ def test_help_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_word_that_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rnu", "grpo"]) == 2
     text = capsys.readouterr().err
-    assert text.startswith("error: 'rnu' is no command of realhf; choose from run, status, ")
+    assert text.startswith("error: 'rnu' is no command of realhf; choose from run, evaluate, status, ")
     assert text.endswith("; did you mean run?\n")
 
 

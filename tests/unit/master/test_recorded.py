@@ -287,7 +287,7 @@ def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory,
             record(0, "judge_inference", stats={"reward": (3.0, 4.0), "empty": (0.0, 0.0)}),
         ]),
         (1, [
-            record(1, "actor_generate", completions=(completion(4),)),
+            record(1, "actor_generate", completions=(completion(1),)),
             record(1, "judge_inference", stats={"reward": (1.0, 4.0), "length": (6.0, 2.0)}),
         ]),
     )  # fmt: skip
@@ -296,11 +296,12 @@ def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory,
     assert json.loads(directory.evaluations.read_text()) == line
     assert told.evaluations == [line]
     assert master._statistics == {"loss": 1.0, "reward": 0.5, "length": 3.0}
-    assert told.texts == [[sample(6, number, "evaluation") for number in (0, 1, 4)]]
+    first, second = (sample(6, number, "evaluation") for number in (0, 1))
+    assert told.texts == [[first, second, msgspec.structs.replace(second, sample=4)]]
     assert [json.loads(text)["sample"] for text in directory.samples.read_text().splitlines()] == [0, 1, 4]
     activity = read_activity(directory.activity("master"))
     assert activity is not None
-    assert activity.text == "evaluation after step 6"
+    assert activity.text == "evaluation after step 6: 2 of 3 batches"
     ((planned, order, in_flight),) = dispatcher.asked
     assert order == [(name, batch) for batch in (0, 1, 2) for name in ("actor_generate", "judge_inference")]
     assert in_flight == 1
