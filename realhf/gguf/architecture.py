@@ -25,8 +25,14 @@ def decoder_of(file: GGUFFile) -> DecoderConfig:
     """The decoder under its language-model head.
 
     Raises:
-        UserError: the architecture is unknown, a field is missing, or has a value that the decoder cannot have.
+        UserError: the model is split over files, its architecture is unknown, a field is missing, or has a value that
+            the decoder cannot have.
     """
+    if (parts := file.fields.get("split.count", 1)) not in (0, 1):
+        raise UserError(
+            f"{file.path}: it is one of {shown(parts)} files of a split model, and only a whole one is read; merge "
+            "them (llama-gguf-split --merge)"
+        )
     name = file.fields.get("general.architecture")
     if name not in _HAS_PERMUTED_ROWS:
         raise UserError(

@@ -28,7 +28,6 @@ _PATTERNS = {
     "smollm": None,
     "llama-bpe": _LLAMA3,
     "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _REMEDY = "give the model's original Hugging Face directory, or its tokenizer with --tokenizer"

@@ -137,6 +137,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "general.architecture=None is not supported, only llama, qwen2, qwen3",
     ),
     "field": ({"llama.block_count": None}, "llama: block_count is missing; it must be a whole number of at least 1"),
+    "split": ({"split.count": 3}, "it is one of 3 files of a split model, and only a whole one is read; merge"),
     "experts": ({"llama.expert_count": 8}, "llama: expert_count=8 is not supported"),
     "rotation": ({"llama.rope.dimension_count": 32}, "llama: rope.dimension_count=32 is not supported"),
     "scaling": ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn' is not supported, only none, linear"),
@@ -187,7 +188,9 @@ def test_a_file_of_another_kind_is_refused(
         path = write_model(tmp_path / "model.gguf", model, **(fields | changed))
     found = refusal(path)
     assert message in found
-    assert "original Hugging Face directory" in found or "choose a" in found or "must be a whole number" in found
+    assert any(
+        word in found for word in ("original Hugging Face directory", "choose a", "must be a whole number", "merge")
+    )
 
 
 def test_a_damaged_file_is_refused(made: tuple[Path, PreTrainedModel, dict[str, Any]], tmp_path: Path) -> None:
