@@ -13,7 +13,7 @@ from realhf.launch.process import Job, job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Detached, Interruption, Stopped
-from realhf.lifecycle.new import data_lines, fill, hardware_lines, schedule_lines
+from realhf.lifecycle.new import checkpoint_lines, data_lines, fill, hardware_lines, schedule_lines
 from realhf.lifecycle.replan import keep_times
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
@@ -243,7 +243,9 @@ class Controller:
         return replanner
 
     def _describe(self, run: Run) -> None:
-        for line in (*hardware_lines(run, self._request.plan.plan), *data_lines(run), *schedule_lines(run)):
+        checkpoints = checkpoint_lines(run, self._directory.path)
+        lines = (*hardware_lines(run, self._request.plan.plan), *checkpoints, *data_lines(run), *schedule_lines(run))
+        for line in lines:
             self._listener.say(line)
 
     def _start(self, job: Job) -> None:

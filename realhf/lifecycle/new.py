@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,29 @@ def schedule_lines(run: Run) -> list[str]:
                 "; give fewer, or more --steps"
             )
     return found
+
+
+def checkpoint_lines(run: Run, folder: Path) -> list[str]:
+    """The room that the checkpoints of a run that saves on the way take on the disk of `folder`, and a warning if less
+    is free."""
+    spec = run.spec
+    if not spec.saves:
+        return []
+    each, count = run.checkpoint_bytes, 1
+    if spec.keep_checkpoints is not None:
+        count = spec.keep_checkpoints + 1 + (spec.keep_best is not None)  # an older one goes when the next is complete
+        many = f"at most {count} at a time"
+    elif spec.checkpoint_every_steps and not spec.checkpoint_every_minutes:
+        count = math.ceil((run.experiment.steps - spec.resume_step) / spec.checkpoint_every_steps)
+        many = f"{count} in all"
+    else:
+        many = f"one every {spec.checkpoint_every_minutes:g} minutes"
+    room = f", {in_gib(each * count)}" if count > 1 else ""
+    hint = " (--keep-checkpoints N keeps the newest N alone)" if spec.keep_checkpoints is None else ""
+    lines = [f"checkpoints: {in_gib(each)} each, {many}{room}{hint}"]
+    if each * count > (free := shutil.disk_usage(folder).free):
+        lines.append(f"warning: checkpoints need more than the {in_gib(free)} that are free in {folder}")
+    return lines
 
 
 def hardware_lines(run: Run, given: Path | None) -> list[str]:

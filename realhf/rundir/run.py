@@ -12,6 +12,7 @@ from realhf.api.computation import computation_of
 from realhf.api.experiment import SETTINGS_ATTRIBUTE
 from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.compute import Computation
+from realhf.architecture.model import DTYPE_BYTES
 from realhf.base.code_files import load_code_file
 from realhf.base.durations import WEEK_S, YEAR_S
 from realhf.base.errors import UserError
@@ -22,8 +23,9 @@ from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionC
 from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, load_plan
 from realhf.geometry.layout import Layout
+from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
-from realhf.models.checkpoint_index import initial_optimizer_steps
+from realhf.models.checkpoint_index import initial_optimizer_steps, optimizer_kinds
 from realhf.planning.model.hardware import Hardware
 from realhf.rundir.paths import RunDirectory
 
@@ -254,6 +256,17 @@ class Run:
     def without_deadlines(self) -> "Run":
         """The run under a debugger: no request is late within a week."""
         return self.changed(call_timeout_s=WEEK_S, setup_timeout_s=WEEK_S, master_timeout_s=WEEK_S)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint: parameters in all versions that are kept, and optimizer states."""
+        total, graph = 0, self.experiment.graph
+        for name in self.changing_models:
+            dtype, model = self.experiment.setups[name].dtype, graph.models[name]
+            states = optimizer_kinds(dtype) if self.optimizer_steps(name) else ()
+            each = DTYPE_BYTES[dtype] * graph.versions_kept(name) + max(4, DTYPE_BYTES[dtype]) * len(states)
+            total += parameter_count(model) * each
+        return total
 
     @property
     def changing_models(self) -> list[str]:

@@ -13,6 +13,8 @@ from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import STEPS_KEY
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import load_run
 from tests.e2e.forked import quickly_finished
 from tests.e2e.runs import ACTOR, realhf
 
@@ -66,6 +68,8 @@ def test_training_goes_on_with_the_optimizer_under_another_layout(tmp_path: Path
     steps = ("--steps", "4", "--checkpoint-every", "2")
     whole = quickly_finished(tmp_path / "whole", "sft", *common, *steps, "--plan", tmp_path / "data.json")
     middle = whole.path / "checkpoints/step-2/sft"
+    size_bytes = sum(file.stat().st_size for file in middle.glob("*.safetensors"))
+    assert size_bytes == pytest.approx(load_run(RunDirectory(whole.path)).checkpoint_bytes, rel=0.01)
     onwards = ("--steps", "2", "--plan", tmp_path / "stages.json", "--model", middle, "--with-optimizer")
     continued = quickly_finished(tmp_path / "continued", "sft", *common, *onwards)
     model = replace(ACTOR, num_layers=2)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -12,9 +13,10 @@ from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.cli import main
+from realhf.data.sort_task import SORT_MODEL
 from realhf.geometry.parameters import parameter_count
 from realhf.launch.process import job_of
-from realhf.lifecycle.new import hardware_lines, new_run
+from realhf.lifecycle.new import checkpoint_lines, hardware_lines, new_run
 from realhf.lifecycle.replan import planned_task
 from realhf.machine import host
 from realhf.planning.clusters import cluster_of, crowded_text, hardware_text
@@ -198,6 +200,31 @@ def test_a_given_plan_that_does_not_fit_or_is_of_elsewhere_is_told(tmp_path):
     _, _, note, warning = hardware_lines(run, plan)
     assert note == f"note: {plan} was made for h100; its times and memory are predicted anew"
     assert re.fullmatch(rf"warning: {plan} needs [0-9.]+ GiB on a device, and they have 0.0 GiB", warning)
+
+
+def test_the_room_of_checkpoints_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 bytes a parameter in float32: two trained models, an actor and a critic, that differ in their heads."""
+    words = ("experiments/ppo.py", "--num-workers", "1", "--plan", SINGLE, "--steps", "25")
+    each = 12 * (parameter_count(SORT_MODEL) + parameter_count(SORT_MODEL.with_head("scalar")))
+
+    def told(*options: str) -> list[str]:
+        return checkpoint_lines(new_run(request_of(*words, *options)), tmp_path)
+
+    assert told() == [], "one alone, at the end"
+    hint = "(--keep-checkpoints N keeps the newest N alone)"
+    assert told("--checkpoint-every", "10") == [
+        f"checkpoints: {in_gib(each)} each, 3 in all, {in_gib(3 * each)} {hint}"
+    ]
+    by_minutes = ("--checkpoint-every", "10", "--checkpoint-every-minutes", "30")
+    assert told(*by_minutes) == [f"checkpoints: {in_gib(each)} each, one every 30 minutes {hint}"]
+    keep = ("--checkpoint-every", "1", "--keep-checkpoints", "2")
+    kept = f"checkpoints: {in_gib(each)} each, at most 3 at a time, {in_gib(3 * each)}"
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * each))
+    assert told(*keep) == [kept]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 * each - 1))
+    _, warning = told(*keep)
+    assert warning.startswith("warning: checkpoints need more than the ")
+    assert warning.endswith(f" that are free in {tmp_path}")
 
 
 def test_workers_have_the_threads_that_were_planned(machine):
