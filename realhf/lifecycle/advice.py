@@ -12,6 +12,7 @@ from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.base.options import flags
 from realhf.data.inputs import ACCEPT
+from realhf.experiments import ready_experiments
 from realhf.launch.launcher import Launcher
 from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
 from realhf.rundir.checkpoints import saved_steps, step_folder
@@ -46,7 +47,8 @@ def resume_command(request: RunRequest, directory: RunDirectory) -> str:
     """The command that goes on with the run in `directory`, with the options of the one that began it."""
     again, _ = split_words(request.words, not_kept(request.launcher))
     where = ("--run-dir", short(directory.path), "--resume")
-    return shlex.join(["realhf", "run", request.experiment, *where, *again])
+    ready = (one.name for one in ready_experiments() if one.path == Path(request.experiment))
+    return shlex.join(["realhf", "run", next(ready, request.experiment), *where, *again])
 
 
 def not_kept(launcher: type[Launcher]) -> dict[str, bool]:

@@ -100,6 +100,13 @@ def test_nothing_was_saved(spec: dict[str, Any], step: int, why: str, directory:
     assert text.splitlines() == [f"nothing was saved: {why}", f"start anew with: {new}"]
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo-ptx", "reinforce++"])
+def test_a_ready_experiment_is_named_as_its_user_knows_it(name: str, directory: RunDirectory) -> None:
+    save(directory, 4)
+    text = going_on(run_of(), directory, request_of(name, "--run-dir", "runs/first"), 4)
+    assert text.endswith(f"\ngo on with: realhf run {name} --run-dir runs/first --resume")
+
+
 @pytest.mark.parametrize("word", [["--run-dir", "runs/first"], ["--run-dir=runs/first"]])
 def test_a_new_start_has_another_directory(word: list[str], directory: RunDirectory) -> None:
     (directory.path.parent / "first-2").mkdir()
