@@ -75,7 +75,7 @@ def model_source(
         path = str(directory := hugging_face_directory(file))
     if not path or not directory.is_dir():
         is_of_hub = HUB_NAME.fullmatch(path) and not directory.parent.exists()
-        raise UserError(f"model {path!r}: no such directory; {_download(path) if is_of_hub else _REMEDY}")
+        raise UserError(f"model {path!r}: no such directory; {_REMEDY}{_download(path) if is_of_hub else ''}")
     if (directory / _CONFIG).is_file():
         found = transformers_model(path) if backend == TRANSFORMERS else architecture(path)
         head = _head_of(directory / _CONFIG)
@@ -90,7 +90,7 @@ def model_source(
 def _download(name: str) -> str:
     folder = name.partition("/")[2]
     return (
-        "nothing is downloaded: where this is a name on the Hugging Face hub, get it first, with "
+        "; nothing is downloaded: if this is a name on the Hugging Face hub, get the model first, with "
         f"`hf download {name} --local-dir {folder}`, and give --model ./{folder}"
     )
 
