@@ -178,6 +178,7 @@ for task in sorted(DATASETS):
     if REFUSED.get(task, _UNORDERED) == _UNORDERED:
         made = DATASETS[task][0](DATASETS[task][1](size=20, seed=3_000_000))
         entries = [made[place] for place in range(20)]
+        print()  # a task writes dots
         print(task, hashlib.sha256(json.dumps(entries, default=str).encode()).hexdigest())
 """
 
