@@ -1,6 +1,6 @@
 """The dataflow graph: model function calls and the edges between them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from graphlib import CycleError, TopologicalSorter
@@ -118,6 +118,14 @@ class ModelFunctionCallDef:
         """The architecture, after a named model type was looked up."""
         assert isinstance(self.model_type, DecoderConfig)
         return self.model_type
+
+    def wide_bytes(self, keys: Iterable[str]) -> int:
+        """Bytes of a response token in those of the keys that the call makes and that have many numbers for each."""
+        if self.model_type is None:
+            return 0
+        return sum(
+            self.interface_impl.wide_bytes(key, self.config.vocab_size) for key in keys if key in self.output_data
+        )
 
     @property
     def trains(self) -> bool:

@@ -89,6 +89,11 @@ class InterfaceConfig:
         (with a default) or a property of that name overrides it."""
         return 1
 
+    def wide_bytes(self, key: str, vocab_size: int) -> int:
+        """For the planner: bytes of a response token in the output `key` where it has many numbers for each, as a
+        distribution over the vocabulary does; 0: it has one number. A method of that name overrides it."""
+        return 0
+
     def check_columns(self, columns: Collection[str]) -> None:
         """On the launcher, before a process starts: whether the columns that the rows of the data set have are those
         that its calls read by name (`Context.rows`). Raises UserError."""

@@ -156,6 +156,10 @@ class Distributions(ScriptCall):
     def output_data(self) -> tuple[str, ...]:
         return self.outputs or ("teacher_logprob", "teacher_token")[: 2 if self.top_k else 1]
 
+    def wide_bytes(self, key: str, vocab_size: int) -> int:
+        is_logprob = key == self.output_data[0]
+        return 4 * (self.top_k + 1 if self.top_k else vocab_size) if is_logprob else 8 * self.top_k
+
 
 @dataclass(frozen=True, kw_only=True)
 class Values(ScriptCall):

@@ -168,11 +168,14 @@ class CallModel:
         """The bytes of `communicators` on a device."""
         return self.hardware.communicator_bytes * len(self.communicators(layout))
 
-    def transfer_s(self, keys: int, parts: int, *, crosses_nodes: bool) -> float:
+    def transfer_s(self, keys: int, parts: int, wide_bytes: int = 0, *, crosses_nodes: bool) -> float:
         """Seconds to bring `keys` columns of per-sample data to the call, its batch cut into `parts` (mostly its dp):
-        one message to every device, all at the same time. It does not hold where both calls run on the same device."""
+        one message to every device, all at the same time. It does not hold where both calls run on the same device.
+
+        wide_bytes: of a response token in those columns that have many numbers for each."""
         batch_size = self.samples * self.call.mini_batches
         size_bytes = keys * batch_size / parts * self.lengths.tokens * BYTES_PER_TOKEN
+        size_bytes += batch_size / parts * self.lengths.new_tokens * wide_bytes
         return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
 
     def available_bytes(self, strategy: ParallelStrategy) -> int:

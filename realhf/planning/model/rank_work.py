@@ -145,6 +145,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         - Generation: the KV cache of the parts in flight in whole pages, those of a prompt once for its samples, or the
           room that the call was given for it where that is less; prefill's activations of one layer, two arrays of
           logits of one token a sequence, and on a CPU the linears' weights once more.
+        - Columns with many numbers for a response token (`Workload.wide_bytes`), of all mini-batches and, where the
+          call makes them or reads them packed, of a micro-batch once more.
 
         In host memory also HOLES, WORKER_BYTES and, with several stages, the RING_BYTES of their messages. A call that
         does not use its model: nothing.
@@ -152,6 +154,9 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         if not self.call.uses_model:
             return 0.0
         allocated = self._generation_bytes() if self.call.generates else self._passes_bytes()
+        if self.lengths.wide_bytes:
+            columns = self.call.mini_batches + 1 / self.micro_batches
+            allocated += columns * self.samples * self.lengths.max_new_tokens * self.lengths.wide_bytes
         if not self.placed.features.in_host_memory:
             return allocated
         return WORKER_BYTES + (RING_BYTES if self.placed.strategy.pp > 1 else 0) + allocated * (1 + HOLES)

@@ -24,6 +24,8 @@ class Workload:
     Sequences may differ: `prompt_variance` is the variance of the prompts' lengths, and `responses` the distribution of
     the responses', whose mean is `new_tokens` (None: all are alike). Where a call reads several `sequences` for a
     sample, the lengths are their sums, and the variance is the sum of squares of what they differ from equal parts by.
+
+    `wide_bytes` are those of a response token in columns with many numbers for each, which the call makes or reads.
     """
 
     prompt_tokens: float
@@ -36,6 +38,7 @@ class Workload:
     samples_per_prompt: int = 1
     kv_cache_tokens: int | None = None
     decode_graphs: GraphLife = DECODE_GRAPHS
+    wide_bytes: int = 0
     calls: Mapping[str, "Workload"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,8 +106,13 @@ def workload_of(
             calls[call.name] = _generation(call, lengths, new_tokens, responses)
         elif call.interface_impl.sequence_keys or rollout is None:
             calls[call.name] = _reading(call, lengths, rollout)
-    base = rollout or next(iter(calls.values()))
-    return replace(base, kv_cache_tokens=None, decode_graphs=DECODE_GRAPHS, calls=calls)
+    base = replace(rollout or next(iter(calls.values())), kv_cache_tokens=None, decode_graphs=DECODE_GRAPHS)
+    for call in graph.model_calls.values():
+        keys = {*call.input_data, *call.output_data}
+        wide_bytes = sum(maker.wide_bytes(keys) for maker in graph.model_calls.values())
+        if wide_bytes:
+            calls[call.name] = replace(calls.get(call.name, base), wide_bytes=wide_bytes)
+    return replace(base, calls=calls)
 
 
 def _generation(

@@ -60,7 +60,7 @@ def build_problem(
     calls = []
     for call in graph.model_calls.values():
         home, edges = task.homes[call.name], graph.parents(call.name)
-        own = [data_transfer(numbers, call, edge.parent, len(edge.keys)) for edge in edges if edge.kind == "data"]
+        own = [data_transfer(numbers, call, edge.parent, edge.keys) for edge in edges if edge.kind == "data"]
         if home != call.name:
             own.append(parameters.reallocation(call, home, loads[call.name]))
         transfers += own

@@ -171,7 +171,7 @@ def beside_table(numbers: Numbering, call: ModelFunctionCallDef) -> TransferTabl
     )
 
 
-def data_transfer(numbers: Numbering, call: ModelFunctionCallDef, parent: str, keys: int) -> TransferTable:
+def data_transfer(numbers: Numbering, call: ModelFunctionCallDef, parent: str, keys: Sequence[str]) -> TransferTable:
     """Of the meshes only single devices and single nodes matter, of the strategy the parts: the table is small.
 
     What a call that runs ahead of training (stale rollouts) has made leaves while it makes the next: had the
@@ -179,6 +179,8 @@ def data_transfer(numbers: Numbering, call: ModelFunctionCallDef, parent: str, k
     true of what a call beside the devices has made.
     """
     task, source = numbers.task, numbers.task.graph.place_of(parent)
+    maker = task.graph.model_calls.get(parent)
+    wide_bytes = maker.wide_bytes(keys) if maker else 0
     runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in task.graph.parents(parent))
     sources, rows = distinct(numbers.layouts[source], partial(_place, task.cluster))
     targets, columns = distinct(numbers.layouts[call.name], lambda at: (_place(task.cluster, at), call.parts(at)))
@@ -191,16 +193,16 @@ def data_transfer(numbers: Numbering, call: ModelFunctionCallDef, parent: str, k
         rows=rows,
         columns=columns,
         num_columns=len(targets),
-        seconds=_seconds(task.call_models[call.name], keys, sources, targets),
+        seconds=_seconds(task.call_models[call.name], len(keys), wide_bytes, sources, targets),
     )
 
 
 def _seconds(
-    model: CallModel, keys: int, sources: Sequence[_Place], targets: Sequence[tuple[_Place, int]]
+    model: CallModel, keys: int, wide_bytes: int, sources: Sequence[_Place], targets: Sequence[tuple[_Place, int]]
 ) -> "array[float]":
     """Row-major. A row is that of meshes on different nodes, but for the few targets on the source's own node."""
     across, within = (
-        {parts: model.transfer_s(keys, parts, crosses_nodes=crosses) for parts in {parts for _, parts in targets}}
+        {parts: model.transfer_s(keys, parts, wide_bytes, crosses_nodes=crosses) for parts in {p for _, p in targets}}
         for crosses in (True, False)
     )
     between_nodes = array("d", [across[parts] for _, parts in targets])

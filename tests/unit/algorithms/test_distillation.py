@@ -18,6 +18,7 @@ from torch import Tensor
 from realhf.algorithms.distill.config import Distill, distill_loss, with_teacher
 from realhf.algorithms.script.rollouts import DistributionsInterface
 from realhf.algorithms.script.update import UpdateInterface
+from realhf.api.experiment import KeyLengths
 from realhf.api.script.config import Distributions, Update
 from realhf.api.script.views import View
 from realhf.base.errors import UserError
@@ -26,6 +27,7 @@ from realhf.engine.batch import Batch
 from realhf.experiments import ready_file
 from realhf.lifecycle.request import experiment_of
 from realhf.parallel.vocabulary import Logits
+from realhf.planning.model.workload import workload_of
 from tests.unit.algorithms.script_rollouts import ANSWERS, PROMPTS, ROLLOUT, rollouts
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -229,6 +231,17 @@ def test_the_teacher_is_one_more_model_of_the_graph(words: tuple[str, ...], tmp_
     call, update = (graph.calls[name].interface_impl for name in ("teacher_inference", "actor_train_step"))
     assert (call.temperature, call.top_k, update.temperature) == (0.7, 8, 0.7)
     assert graph.calls["teacher_inference"].config.num_layers == 1
+
+
+@pytest.mark.parametrize(("top_k", "wide_bytes"), [("0", 4 * 32), ("8", 4 * 9 + 8 * 8)])
+def test_the_planner_knows_what_distributions_take(
+    words: tuple[str, ...], tmp_path: Path, top_k: str, wide_bytes: int
+) -> None:
+    teacher = ("--teacher", teacher_of(tmp_path / "teacher", 32), "--distill.teacher-top-k", top_k)
+    workload = workload_of(graph_of(*words, *teacher), {"prompt": KeyLengths.constant(8)})
+    found = {name: workload.of(name) for name in ("actor_generate", "teacher_inference", "actor_train_step")}
+    assert [each.wide_bytes for each in found.values()] == [0, wide_bytes, wide_bytes]
+    assert {each.new_tokens for each in found.values()} == {256}
 
 
 @pytest.mark.parametrize(

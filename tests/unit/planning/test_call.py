@@ -324,3 +324,6 @@ def test_data_come_for_all_mini_batches_in_parts() -> None:
     for crosses_nodes in (False, True):
         expected = hardware.send_s(size, crosses_nodes=crosses_nodes)
         assert model.transfer_s(3, 4, crosses_nodes=crosses_nodes) == pytest.approx(expected)
+        wide = hardware.send_s(size + 3 * 16 * model.lengths.new_tokens * 128 / 4, crosses_nodes=crosses_nodes)
+        assert model.transfer_s(3, 4, 128, crosses_nodes=crosses_nodes) == pytest.approx(wide)
+        assert wide > expected

@@ -150,6 +150,16 @@ def need(
     return work_of(definition, strategy, micro_batches, lengths, features=features).dynamic_bytes()
 
 
+def test_distributions_over_the_vocabulary_are_kept_until_the_step_ends() -> None:
+    """Of 8 samples a rank and their 4 response tokens, in two mini-batches of two micro-batches, one packed."""
+    train, strategy = call("actor", TINY, TRAIN_STEP, "seq", mini_batches=2), ParallelStrategy(dp=2)
+    lengths = Workload(prompt_tokens=4, new_tokens=2, max_new_tokens=4)
+    without, found = (
+        work_of(train, strategy, 2, replace(lengths, wide_bytes=wide_bytes)).dynamic_bytes() for wide_bytes in (0, 128)
+    )
+    assert found - without == (8 + 2) * 4 * 128
+
+
 def test_states_in_host_memory() -> None:
     count, host = parameter_count(TINY), EngineFeatures(offloads_states=True)
     assert PlacedModel(TINY, ParallelStrategy(dp=2), "float32", host).static_bytes(trained=True) == 8 * count
