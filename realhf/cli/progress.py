@@ -211,6 +211,8 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
         out.print(call_table(call_times(run.plan, metrics)))
         tokens, time_s = sum(m["tokens"] for m in metrics), sum(m["time_s"] for m in metrics)
         out.say(f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s")
+    if run.status and run.status.message:  # it ended before its last step
+        out.say(run.status.message)
     out.say(f"run directory: {directory.path}", f"report: {directory.report}")
     if command := export_command(directory):
         out.say(f"for transformers: {command}")

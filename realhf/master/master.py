@@ -17,6 +17,7 @@ from realhf.dataflow.graph import Split
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.master.clocks import WorkerClocks
 from realhf.master.drift import DriftWatch, reported_calls
+from realhf.master.early_stop import EarlyStop, Verdict
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph, Sums, added_up, means
 from realhf.master.milestones import Milestones
 from realhf.master.records import Trace, log_step, step_metrics
@@ -90,6 +91,8 @@ class Master:
         events = read_events(directory.events)
         self._drift = DriftWatch(run.spec.drift_threshold, reported_calls(events))
         self._rewards = RewardWatch(is_told=any(event.event == "uniform_rewards" for event in events))
+        early = run.spec.stop_early
+        self._early = EarlyStop(early, run.spec.stop_early_patience, run.spec.stop_early_gain) if early else None
         self._step = run.spec.resume_step
         self._statistics: dict[str, float] = {}  # the last step's, and those of an evaluation after it
         self._previous_end = now_s()
@@ -147,6 +150,8 @@ class Master:
             self._dispatcher.states = read_state(step_folder(self._directory.checkpoints, step)).calls
         if not self._is_evaluated(step):  # a run that goes on may have been
             await self._evaluate(step)
+        verdict = None
+        self._judge()  # a statistic that evaluations do not make is told now
         milestones = Milestones(self._run)
         while step < steps:
             first, last = step, milestones.next(step)
@@ -162,9 +167,13 @@ class Master:
             if self._end_request is not None and not (step == steps and self._is_evaluated(step)):
                 await self._end_early(self._end_request, step)
                 break
-            if milestones.saves_after(step):
+            verdict = self._judge() if milestones.evaluates_after(step) else None
+            is_due = milestones.saves_after(step)
+            if is_due or (verdict is not None and (verdict.is_best or verdict.ends)):
                 self._recorder.set(f"checkpoint after step {step}")
                 await self._saver.begin(step, self._statistics)
+                if verdict is not None and verdict.ends:
+                    break
                 if step < steps and self._directory.switch.exists():
                     await self._saver.settle()
                     if self._saver.saved_step != step:
@@ -174,8 +183,26 @@ class Master:
                     break
         self._recorder.set("waiting for the last checkpoint to be written")
         await self._saver.settle()
+        if self._early and verdict is not None and verdict.ends and step < steps:
+            best = step_folder(self._directory.checkpoints, verdict.best_step)
+            found = str(best) if best.is_dir() else "none"
+            self._why_early = self._early.in_words(step, verdict, found)
+            logger.info("%s", self._why_early)
         for worker in range(self._num_workers):
             await self._server.send(worker, Shutdown())
+
+    def _judge(self) -> Verdict | None:
+        """The verdict of early stopping after the last evaluation, whose best checkpoint is kept; None without it.
+
+        Raises:
+            RunError: evaluations do not make the statistic.
+        """
+        made = read_lines(self._directory.evaluations, evaluation_line).values if self._early else []
+        if not self._early or not made:
+            return None
+        verdict = self._early.judge(made)
+        self._saver.kept_step = verdict.best_step
+        return verdict
 
     async def _end_early(self, request: EndRequest, step: int) -> None:
         """Saves the run after `step`, unless that was done. An evaluation that is due is left to the run that

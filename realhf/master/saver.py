@@ -47,6 +47,7 @@ class Saver:
         self._error: RunError | None = None  # the present checkpoint's
         self._failures = 0  # in a row
         self.saved_step = 0
+        self.kept_step: int | None = None  # its checkpoint is not removed: the best by early stopping
 
     async def begin(self, step: int, statistics: Mapping[str, float]) -> None:
         """Returns when every worker has copied its part, so that training may go on. No step may be in flight."""
@@ -154,7 +155,8 @@ class Saver:
         target = step_folder(self._directory.checkpoints, state.step)
         checkpoints.complete(staging, target, state, list(self._owners))
         note(self._directory.events, "checkpoint", state.step)
-        checkpoints.retain(self._directory.checkpoints, run.spec.keep_checkpoints, run.spec.keep_best)
+        keep, best = run.spec.keep_checkpoints, run.spec.keep_best
+        checkpoints.retain(self._directory.checkpoints, keep, best, self.kept_step)
 
     def _state(self, step: int, statistics: Mapping[str, float]) -> RunState:
         run = self._run

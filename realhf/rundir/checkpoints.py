@@ -140,8 +140,8 @@ def remove_unfinished(checkpoints: Path) -> None:
             delete(path)
 
 
-def retain(checkpoints: Path, keep: int | None, best: str | None) -> None:
-    """Removes all but the newest `keep` checkpoints (None: keeps all) and the best one.
+def retain(checkpoints: Path, keep: int | None, best: str | None, also: int | None = None) -> None:
+    """Removes all but the newest `keep` checkpoints (None: keeps all), the best one and that after `also` steps.
 
     `best` is a statistic whose highest value is the best, after "min:" the lowest.
     """
@@ -149,7 +149,7 @@ def retain(checkpoints: Path, keep: int | None, best: str | None) -> None:
     kept = set(steps if keep is None else steps[-keep:])
     if best is not None and kept != set(steps) and (found := _best(checkpoints, steps, best)) is not None:
         kept.add(found)
-    for step in set(steps) - kept:
+    for step in set(steps) - kept - {also}:
         aside = checkpoints / f".step-{step}.old"  # at no moment is there a part of one under its name
         step_folder(checkpoints, step).rename(aside)
         delete(aside)

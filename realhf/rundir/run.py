@@ -18,7 +18,7 @@ from realhf.base.durations import WEEK_S, YEAR_S
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned, read_bytes
 from realhf.base.numbers import check_range
-from realhf.base.options import Common, Option, check_options
+from realhf.base.options import EVALUATION, Common, Option, check_options
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, Split
 from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, load_plan
@@ -41,6 +41,7 @@ CHECKPOINTS = "checkpoints and recovery"
 RECORDS = "records"
 DRIFT = "measured times that leave the plan's predictions"
 _checkpoint = partial(Option, group=CHECKPOINTS)
+_evaluation = partial(Option, group=EVALUATION)
 _record = partial(Option, group=RECORDS)
 _limit = partial(Option, group="deadlines and network")
 _seconds = partial(_limit, metavar="S", range=(0.001, YEAR_S), unit="seconds")
@@ -120,6 +121,16 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         _checkpoint("keep the checkpoint with its highest value too (min:STATISTIC: the lowest)", metavar="STATISTIC"),
     ] = None
+    stop_early: Annotated[
+        str | None,
+        _evaluation("end once evaluations no longer raise this one (min:STATISTIC: lower it)", metavar="STATISTIC"),
+    ] = None
+    stop_early_patience: Annotated[
+        int, _evaluation("--stop-early: evaluations without a gain until the end", range=(1, MAX_STEPS))
+    ] = 3
+    stop_early_gain: Annotated[
+        float, _evaluation("--stop-early: a value has to be better by more than this", range=(0, None))
+    ] = 0.0
     checkpoint_failures: Annotated[
         int,
         _checkpoint(
@@ -299,6 +310,7 @@ class Run:
             for call in graph.calls.values():
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
         self._check_record()
+        self._check_early_stop()
         if evaluation := self.experiment.evaluation:
             graph, batch_size = self.experiment.graphs["evaluation"], self.batch_size("evaluation")
             most, rows = graph.rows_per_step(batch_size, "the evaluation's batch_size"), evaluation.dataset.check().rows
@@ -314,6 +326,14 @@ class Run:
                         f"{least} ({rows} rows, batch_size={batch_size}); evaluate more rows, in larger batches "
                         "(--eval-batch-size), or give a plan with other layouts"
                     )
+
+    def _check_early_stop(self) -> None:
+        evaluation = self.experiment.evaluation
+        if self.spec.stop_early is not None and (evaluation is None or not evaluation.every_steps):
+            raise UserError(
+                f"--stop-early {self.spec.stop_early} compares the evaluations of a run, and this one makes none while "
+                "it trains; give --eval-data and --eval-every-steps, or leave it out"
+            )
 
     def _check_record(self) -> None:
         calls = self.experiment.graph.calls.values()

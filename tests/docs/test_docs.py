@@ -15,6 +15,8 @@ import pytest
 
 from realhf import cli
 from realhf.dataflow.plan import ExecutionPlan
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.status import read_status
 from tests.docs.blocks import DOCUMENTS, ROOT, Document
 from tests.docs.data_files import write_data_files
 from tests.waiting import PATIENCE_S
@@ -62,6 +64,11 @@ RUN_HERE = {
     "--num-workers 2": "--steps 1 --batch-size 8",
     "realhf run distill --model runs/sft --teacher runs/first --tokenizer runs/data --data runs/data/prompts.jsonl "
     "--distill.max-new-tokens 9 --num-workers 2": "--steps 1 --batch-size 8",
+    "realhf run grpo --model runs/sft --tokenizer runs/data --data runs/data/prompts.jsonl "
+    "--reward experiments/sort_rewards.py:right --eval-data runs/data/evaluation.jsonl --eval-every-steps 10 "
+    "--stop-early reward_total --stop-early-patience 5 --keep-checkpoints 2 --run-dir runs/early": "--steps 3 "
+    "--batch-size 8 --mini-batches 1 --grpo.max-new-tokens 9 --num-workers 1 --eval-every-steps 1 "
+    "--stop-early-patience 1 --stop-early-gain 9 --eval-batch-size 256",
     "python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model": "",
     'python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model --as-chat --system "Be brief."': "",
     "python -m realhf.data.look examples --path chats.parquet --tokenizer my-model --loss-on all --rows 3": "",
@@ -254,6 +261,10 @@ def test_commands(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         in_checkout = command.startswith(("make ", "cd "))
         done = shell(f"{command} {RUN_HERE[command]}", ROOT if in_checkout else folder)
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    if "--stop-early" in words:  # no reward rises by 9
+        status = read_status(RunDirectory(folder / "runs/early").status)
+        assert status is not None
+        assert (status.state, status.step, status.message[:26]) == ("done", 1, "stopped early after step 1")
     for option in ("--output", "--run-dir", "--html", "--json"):
         if option in words:
             assert (folder / words[words.index(option) + 1]).exists()

@@ -16,6 +16,7 @@ from realhf.base.files import write_atomically
 from realhf.master import master as master_module
 from realhf.master.master import Master
 from realhf.master.milestones import Milestones
+from realhf.rundir.checkpoints import step_folder
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import append_line
 from realhf.rundir.paths import RunDirectory
@@ -45,7 +46,9 @@ class Course:
         self.unsaved = spec.pop("unsaved", 0)  # checkpoints after so many steps cannot be written
         self.at: list[tuple[float, Callable[[], object]]] = []
         given: dict[str, Any] = {"num_workers": 2, "resume_step": 0, "setup_timeout_s": 60.0, "drift_threshold": 1.5}
-        given |= {"tensorboard": False, "wandb_project": None}
+        given |= {"tensorboard": False, "wandb_project": None, "stop_early": None}
+        given |= {"stop_early_patience": 2, "stop_early_gain": 0.0}
+        self.values = spec.pop("values", {})  # of the statistic "right" in evaluations, by step
         given |= {"checkpoint_every_steps": None, "checkpoint_every_minutes": None, **spec}
         evaluation = None if evaluate == () else SimpleNamespace(every_steps=evaluate)
         self.run: Any = SimpleNamespace(
@@ -96,13 +99,15 @@ class Course:
 
     async def _evaluate(self, step: int) -> None:
         if self.run.experiment.evaluation and not self.master._dispatcher._ends_soon:
-            append_line(self.directory.evaluations, {"step": step})
+            append_line(
+                self.directory.evaluations, {"step": step, **({"right": self.values[step]} if self.values else {})}
+            )
             self.story.append(f"evaluation {step}")
 
 
 class _Saver:
     def __init__(self, course: Course):
-        self._course, self.saved_step = course, 0
+        self._course, self.saved_step, self.kept_step = course, 0, None
 
     async def begin(self, step: int, statistics: dict[str, float]) -> None:
         self._course.story.append(f"checkpoint {step}")
@@ -111,6 +116,7 @@ class _Saver:
         await asyncio.sleep(SAVE_S)
         if step != self._course.unsaved:
             self.saved_step = step
+            step_folder(self._course.directory.checkpoints, step).mkdir(parents=True, exist_ok=True)
 
     async def settle(self) -> None:
         self._course.story.append("settled")
@@ -155,6 +161,35 @@ def test_evaluations_and_checkpoints_have_their_turns(directory: RunDirectory) -
         *("evaluation 0", *steps(1, 2), "evaluation 2", *steps(3, 4), "evaluation 4", "checkpoint 4"),
         *(*steps(5, 6), "evaluation 6", "step 7", "evaluation 7", "checkpoint 7", *ENDED),
     ]
+
+
+def test_a_run_ends_early(directory: RunDirectory) -> None:
+    """After two evaluations without a gain, with checkpoints of the best ones and of its end, though none was due."""
+    values = {0: 0.1, 1: 0.2, 2: 0.5, 3: 0.5, 4: 0.4, 5: 0.9}
+    course = Course(directory, evaluate=1, stop_early="right", values=values)
+    state, message = course.end()
+    assert state == "done"
+    assert message == (
+        "stopped early after step 4: right did not get better in 2 evaluations; it was best after step 2, 0.5; the "
+        f"best checkpoint: {directory.checkpoints / 'step-2'}"
+    )
+    assert course.story == [
+        *("evaluation 0", "step 1", "evaluation 1", "checkpoint 1", "step 2", "evaluation 2", "checkpoint 2"),
+        *("step 3", "evaluation 3", "step 4", "evaluation 4", "checkpoint 4", *ENDED),
+    ]
+    assert course.master._saver.kept_step == 2
+
+
+def test_a_run_that_was_best_before_training_says_so(directory: RunDirectory) -> None:
+    course = Course(directory, evaluate=2, stop_early="min:right", values={0: 0.1, 2: 0.2, 4: 0.5})
+    state, message = course.end()
+    assert state == "done"
+    assert message.endswith("best after step 0, 0.1; the best checkpoint: none")
+
+
+def test_a_run_that_gets_better_makes_all_its_steps(directory: RunDirectory) -> None:
+    course = Course(directory, evaluate=3, stop_early="right", values={0: 0.1, 3: 0.2, 6: 0.2, 7: 0.1})
+    assert course.end() == ("done", ""), "the last evaluation has no step after it"
 
 
 def test_as_many_steps_are_begun_as_the_time_to_the_next_checkpoint_has(directory: RunDirectory) -> None:

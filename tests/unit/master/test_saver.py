@@ -350,6 +350,18 @@ def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert saved_steps(play(tmp_path, scenario, keep_checkpoints=1, keep_best="min:loss").checkpoints) == [2, 4]
 
 
+def test_the_best_checkpoint_by_early_stopping_stays(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        for step in (1, 2, 3):
+            saver.kept_step = 1
+            await saver.begin(step, {})
+            for worker in (0, 1):
+                workers.write(saver, worker)
+        await saver.settle()
+
+    assert saved_steps(play(tmp_path, scenario, keep_checkpoints=1).checkpoints) == [1, 3]
+
+
 def test_what_a_worker_writes_follows_from_where_and_how_its_models_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
