@@ -17,7 +17,6 @@ from rich.console import Console
 
 from realhf.base.code_files import python_command
 from realhf.base.files import replacing
-from realhf.cli.output import table_of
 from realhf.cli.progress import call_table
 from realhf.data.tasks import records_of
 from realhf.report.run_data import call_times, read_run
@@ -109,11 +108,11 @@ def print_result(run: Path, evaluation: Path, seconds: float) -> None:
         {one.sample: one for one in read_lines(folder / "samples.jsonl", sample_line).values}
         for folder in sorted(evaluation.iterdir())
     )
-    answers = table_of("the first held-out questions", "question", "before", "after")
+    console.print("the first held-out questions")
     for number in range(SHOWN):
-        question = before[number].prompt.partition("problem: ")[2].partition(END)[0]
-        answers.add_row(question, *(marked(each[number]) for each in (before, after)))
-    console.print(answers)
+        console.print(f"  {before[number].prompt.partition('problem: ')[2].partition(END)[0]}", markup=False)
+        for when, answers in (("before", before), ("after", after)):
+            console.print(f"    {when + ':':8}{marked(answers[number])}", markup=False)
     console.print(f"whole job: {seconds / 60:.1f} minutes")
     console.print(f"run directories: {run}, {evaluation}")
     console.print(f"report: {run / 'report.html'}")

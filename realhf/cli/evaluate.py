@@ -149,18 +149,25 @@ class Result:
 def _print(results: Sequence[Result], passes_at: float, json_file: Path | None) -> None:
     out, (first, *others) = output_beside(json_file), results
     estimates = {result.model: result.estimates(passes_at) for result in results}
+    names = _short([result.model for result in results])
     prompts, samples = first.rewards.shape
-    rows = ((model, *map(_interval, found.values())) for model, found in estimates.items())
+    rows = ((names[model], *map(_interval, found.values())) for model, found in estimates.items())
     title = f"{prompts} prompts, answers to each: {samples}; 95 % intervals"
     out.print(table_of(title, "", *estimates[first.model], rows=rows))
     comparisons = {other.model: compare(first.of_prompts, other.of_prompts) for other in others}
     if comparisons:
         columns = ("reward", "p", "test")
-        rows = ((model, _signed(one.difference), f"{one.p:.2g}", one.test) for model, one in comparisons.items())
-        out.print(table_of(f"against {first.model}, on the same prompts", "", *columns, rows=rows))
+        rows = ((names[model], _signed(one.difference), f"{one.p:.2g}", one.test) for model, one in comparisons.items())
+        out.print(table_of(f"against {names[first.model]}, on the same prompts", "", *columns, rows=rows))
     out.say(*(f"answers and scores: {result.directory.samples}" for result in results))
     if json_file is not None:
         out.write_json(json_file, _content(results, estimates, comparisons, passes_at))
+
+
+def _short(models: Sequence[str]) -> dict[str, str]:
+    """By model the last part of its path, or all of it where two end alike; a table has little room."""
+    ends = [Path(model).resolve().name for model in models]
+    return dict(zip(models, ends if len({*ends}) == len(ends) else models, strict=True))
 
 
 def _interval(one: Estimate) -> str:
