@@ -30,7 +30,7 @@ _PATTERNS = {
     "qwen2": _QWEN2,
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_REMEDY = "give the model's original Hugging Face directory, or its tokenizer with --tokenizer"
+_REMEDY = "give the model's original Hugging Face directory"
 
 
 def tokenizer_files(file: GGUFFile, num_rows: int) -> dict[str, bytes]:
