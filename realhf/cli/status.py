@@ -94,12 +94,12 @@ def newest_samples(directory: RunDirectory, damaged: list[str]) -> list[Sample]:
 
 
 def print_samples(samples: Sequence[Sample], directory: RunDirectory, out: Output) -> None:
-    """Prints prompt, response and reward of each, lines broken where the terminal ends."""
+    """Prints each with its prompt, response, reward and details, lines broken where the terminal ends."""
     if not samples:
         out.say(f"{directory.samples} has no samples; a run writes those that a call rewards, but for --samples 0")
     for sample in samples:
         out.rule(f"{title_of(sample)}, {heading(sample)}", align="left", style="dim", characters="─")
-        for name, text in (("prompt", sample.prompt), ("response", sample.response)):
+        for name, text in (("prompt", sample.prompt), ("response", sample.response), *sample.details.columns.items()):
             out.print(Text(f"{name}:", style="bold"))
             body = Text(with_ends(shortened(text, SAMPLE_CHARACTERS)), overflow="fold", no_wrap=False)
             out.print(Padding(body, (0, 0, 0, 2)), highlight=False)

@@ -12,12 +12,10 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.decoding import DECODE_GRAPHS, GraphLife
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
+from realhf.rewards.details import RewardDetails
 
 # A statistic is (weighted sum, weight): parts from several ranks add up, and sum / weight is the mean.
 Stats = dict[str, tuple[float, float]]
-
-# Values beside samples, for people to read: by sample and name.
-Notes = dict[int, dict[str, bool | int | float | str | None]]
 
 # The output of a model's head: values [tokens], or `realhf.parallel.vocabulary.Logits` [tokens, vocab], which are
 # computed only where they are read. Callbacks know which of the two their model has.
@@ -185,9 +183,10 @@ class CallResult:
     All samples of a key have one dtype (bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64)
     and one shape after the length. Every key of the call's `output_data` must be there, all of its values finite. A
     statistic is a pair (sum, weight) of finite numbers, the weight at least 0. `realhf.engine.returned` checks this
-    where the result is taken. `notes` have, by sample and name, what people are shown beside it; samples may lack them.
+    where the result is taken. `details` are by sample, for people to read;
+    samples may lack them.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     stats: Stats = field(default_factory=dict)
-    notes: Notes = field(default_factory=dict)
+    details: dict[int, RewardDetails] = field(default_factory=dict)

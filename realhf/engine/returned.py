@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from numbers import Real
+from types import NoneType
 from typing import Any, get_args
 
 import numpy as np
@@ -10,9 +11,17 @@ import torch
 from torch import Tensor
 
 from realhf.dataflow.interface import RESERVED_STATISTICS, SampleDType
-from realhf.engine.interface import CallResult, Notes, Stats
+from realhf.engine.interface import CallResult, Stats
+from realhf.rewards.details import RewardDetails
 
 SAMPLE_DTYPES = tuple(getattr(torch, name) for name in get_args(SampleDType))
+
+# By part of `RewardDetails` the types of its values, in words with the remedy.
+_DETAILS: dict[str, tuple[tuple[type, ...], str]] = {
+    "rewards": ((float, int, NoneType), "a number or None under a text; give float(...) of it"),
+    "columns": ((str,), "a text under a text; give str(...) of it"),
+    "notes": ((str, float, int, bool, NoneType), "a text, a number, a bool or None under a text; give str(...) of it"),
+}
 
 MAX_STATE, MAX_STATE_NAME = 64, 64  # numbers that a call keeps from step to step, and characters of a name
 
@@ -55,7 +64,7 @@ def check_result(
         if key in declared or key in recorded:
             check_column(f"output {key!r}", values, ids, finite=key in declared)
             taken[key] = [value.detach() for value in values]
-    return CallResult(outputs=taken, stats=check_stats(result.stats), notes=check_notes(result.notes, ids))
+    return CallResult(outputs=taken, stats=check_stats(result.stats), details=check_details(result.details, ids))
 
 
 def check_columns(columns: Any, ids: Sequence[int], *, finite: bool) -> dict[str, list[Tensor]]:
@@ -111,19 +120,23 @@ def check_stats(stats: Any) -> Stats:
     return checked
 
 
-def check_notes(notes: Any, ids: Sequence[int]) -> Notes:
-    """The checked values beside samples. Raises InterfaceError."""
-    for sample, named in _checked_dict(notes, "the notes are", "values by name, by sample").items():
-        values = _checked_dict(named, f"the notes of sample {sample!r} are", "values by name")
+def check_details(details: Any, ids: Sequence[int]) -> dict[int, RewardDetails]:
+    """The checked details of samples. Raises InterfaceError."""
+    for sample, of in _checked_dict(details, "the details are", "RewardDetails by sample").items():
         if sample not in ids:
-            raise InterfaceError(f"the notes have sample {sample!r}, which is none of the call's: {_listed(ids)}")
-        for name, value in values.items():
-            if not isinstance(name, str) or not isinstance(value, bool | int | float | str | None):
-                raise InterfaceError(
-                    f"the notes of sample {sample} have {name!r}: {_shown(value)}, must be a text, a number, a bool or "
-                    "None under a text; give str(...) of it"
-                )
-    return dict(notes)
+            raise InterfaceError(f"the details have sample {sample!r}, which is none of the call's: {_listed(ids)}")
+        if not isinstance(of, RewardDetails):
+            raise InterfaceError(
+                f"the details of sample {sample} are {_shown(of)}, must be RewardDetails (of realhf.rewards.details)"
+            )
+        for part, (kinds, words) in _DETAILS.items():
+            named = _checked_dict(getattr(of, part), f"the {part} of sample {sample} are", "values by name")
+            for name, value in named.items():
+                if not isinstance(name, str) or type(value) not in kinds:
+                    raise InterfaceError(
+                        f"the {part} of sample {sample} have {name!r}: {_shown(value)}, must be {words}"
+                    )
+    return dict(details)
 
 
 def check_state(state: Any) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from realhf.base.errors import UserError
+from realhf.rewards.details import Scalar
 from realhf.rundir.run import RunSpec
 from realhf.rundir.samples import Sample
 
@@ -50,11 +52,17 @@ class TensorBoard:
 
 def _markdown(sample: Sample) -> str:
     """The texts as blocks that Markdown leaves as they are."""
-    texts = {"prompt": sample.prompt, "response": sample.response, **(sample.notes or {})}
+    texts = {"prompt": sample.prompt, "response": sample.response, **_detailed(sample)}
     blocks = ("".join(f"    {line}\n" for line in str(text).split("\n")) for text in texts.values())
     reward = "none" if sample.reward is None else f"{sample.reward:.4g}"
     parts = (f"{name}\n\n{block}" for name, block in zip(texts, blocks, strict=True))
     return "\n".join([f"**sample {sample.sample}, reward {reward}**\n", *parts])
+
+
+def _detailed(sample: Sample) -> dict[str, Scalar]:
+    """How it came to its reward, by name; values of functions as `reward_NAME`, like their statistics."""
+    of = sample.details
+    return {**{f"reward_{name}": value for name, value in of.rewards.items()}, **of.columns, **of.notes}
 
 
 class WeightsAndBiases:
@@ -71,11 +79,13 @@ class WeightsAndBiases:
     def write_samples(self, name: str, step: int, samples: Sequence[Sample]) -> None:
         import wandb
 
-        noted = list(dict.fromkeys(name for sample in samples for name in sample.notes or {}))
+        details = [_detailed(sample) for sample in samples]
+        names = list(dict.fromkeys(chain(*details)))
         rows = [
-            [s.sample, s.prompt, s.response, s.reward, *((s.notes or {}).get(name) for name in noted)] for s in samples
+            [s.sample, s.prompt, s.response, s.reward, *map(of.get, names)]
+            for s, of in zip(samples, details, strict=True)
         ]
-        table = wandb.Table(columns=["sample", "prompt", "response", "reward", *noted], data=rows)
+        table = wandb.Table(columns=["sample", "prompt", "response", "reward", *names], data=rows)
         self._run.log({name: table}, step=step)
 
     def close(self) -> None:

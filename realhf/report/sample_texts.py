@@ -23,7 +23,16 @@ def shortened(text: str, limit: int) -> str:
 
 
 def heading(sample: Sample) -> str:
-    """For example "sample 17, reward 0.5"; with notes "sample 17, reward 0.5, last number 42"."""
-    head = f"sample {sample.sample}, reward {'none' if sample.reward is None else f'{sample.reward:.4g}'}"
-    notes = (f"{name} {value}" for name, value in (sample.notes or {}).items())
-    return ", ".join([head, *(visible(" ".join(one.split()))[:LONGEST_NOTE] for one in notes)])
+    """For example "sample 17, reward 0.5"; of several functions and with a note "sample 17, reward 0.5 (right 0,
+    short 1), last number 42"."""
+    details = sample.details
+    parts = ", ".join(f"{visible(name)} {_value(value)}" for name, value in details.rewards.items())
+    reward = f"reward {_value(sample.reward)}" + (f" ({parts})" if len(details.rewards) > 1 else "")
+    notes = (f"{name} {value}" for name, value in details.notes.items())
+    return ", ".join(
+        [f"sample {sample.sample}", reward, *(visible(" ".join(one.split()))[:LONGEST_NOTE] for one in notes)]
+    )
+
+
+def _value(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:.4g}"

@@ -39,7 +39,12 @@ def chosen_steps(steps: Sequence[StepSamples]) -> list[StepSamples]:
 def _is_too_long(steps: Sequence[StepSamples], limit: int) -> bool:
     """Whether the steps take more than `MAX_BYTES` with texts of `limit` characters. Each takes a byte at least: long
     texts are made visible only where their length alone does not tell."""
-    texts = (text for step in steps for sample in step.samples for text in (sample.prompt, sample.response))
+    texts = (
+        text
+        for step in steps
+        for sample in step.samples
+        for text in (sample.prompt, sample.response, *sample.details.columns.values())
+    )
     characters = sum(min(len(text), limit) for text in texts)
     return characters > MAX_BYTES or len(_section(steps, limit).encode()) > MAX_BYTES
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from realhf.rewards.noted import Scalar
+from realhf.rewards.details import Scalar
 from realhf.rewards.signature import Sample
 
 Kind = Literal["exception", "time", "value", "none", "count", "end"]
@@ -33,7 +33,7 @@ class Work(msgspec.Struct, frozen=True, tag=True):
 class Function(msgspec.Struct, frozen=True):
     """A loaded function, as the worker knows it: the code itself is in reward processes alone.
 
-    name: for statistics. place: for messages.
+    name: for statistics. place: for messages. columns: of the data, for which it has parameters without a default.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Function(msgspec.Struct, frozen=True):
     is_batch: bool
     is_async: bool
     wants_tokens: bool
+    columns: tuple[str, ...] = ()
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

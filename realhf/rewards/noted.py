@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from realhf.rewards.details import Scalar
 from realhf.rewards.signature import Sample
 from realhf.rewards.values import as_number, shown
-
-Scalar = bool | int | float | str | None
-"""A value that people see beside a sample."""
 
 MAX_COLUMNS = 16
 _LONGEST_NAME, _LONGEST_TEXT = 64, 2000

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import IO, Annotated, Literal
 
 from realhf.base.options import REWARD, Common, Option, Options
+from realhf.rewards.details import Scalar
 from realhf.rewards.driver import Driver, Parts
 from realhf.rewards.jobs import Failure, Job, NoRewardError, Part, RewardError
 from realhf.rewards.messages import Begin, Function, Value
-from realhf.rewards.noted import Scalar
 from realhf.rewards.signature import Sample
 
 logger = logging.getLogger("realhf.rewards")

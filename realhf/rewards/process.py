@@ -251,7 +251,8 @@ class _Server:
 
 def _described(reward: Reward) -> Function:
     of = reward.signature
-    return Function(reward.name, reward.place, reward.weight, of.is_batch, of.is_async, of.wants_tokens)
+    form = (of.is_batch, of.is_async, of.wants_tokens)
+    return Function(reward.name, reward.place, reward.weight, *form, of.columns_asked)
 
 
 class _TooLongError(Exception):

@@ -105,12 +105,21 @@ class Signature:
         there = {*columns, *(name for name in self.given if name.removesuffix("s") not in sources)}
         return [name for name in self.required if there.isdisjoint(sources.get(name.removesuffix("s"), (name,)))]
 
-    def columns_read(self, columns: Collection[str]) -> list[str]:
-        """Those of a data set's `columns` from which parameters without a default have their values."""
+    @property
+    def _sources(self) -> list[tuple[str, ...]]:
+        """By parameter without a default for a column: the columns that it may be of, the first one that there is."""
         sources = _VERL_COLUMNS if self.style == "verl" else {}
         asked = {name: sources.get(name.removesuffix("s")) for name in self.required}
-        names = [its or (name,) for name, its in asked.items() if its or name not in self.given]
-        return [column for each in names for column in [one for one in each if one in columns][:1]]
+        return [its or (name,) for name, its in asked.items() if its or name not in self.given]
+
+    @property
+    def columns_asked(self) -> tuple[str, ...]:
+        """The columns from which parameters without a default may have their values."""
+        return tuple(column for its in self._sources for column in its)
+
+    def columns_read(self, columns: Collection[str]) -> list[str]:
+        """Those of a data set's `columns` from which parameters without a default have their values."""
+        return [column for its in self._sources for column in [one for one in its if one in columns][:1]]
 
     @property
     def wants_tokens(self) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 
 from realhf.base.files import decode_json
 from realhf.dataflow.graph import Split
+from realhf.rewards.details import NO_DETAILS, RewardDetails
 from realhf.rundir.lines import Step, append_line, read_lines, read_spread
 
 # A reader wants the newest samples, and a few earlier ones to compare.
@@ -17,22 +18,22 @@ PLACES = 16
 WINDOW_BYTES = 2**18
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A prompt and its response, as texts.
 
     step: from 1; 0 is an evaluation before training.
     sample: the place in the step's batch (of an evaluation: in its data set).
     reward: None where the sample has none.
-    notes: what calls note of it by name: the columns of `log_extra`.
+    details: how it came to its reward.
     """
 
     step: Step
     sample: Step
-    split: Split = "train"
+    split: Split
     prompt: str
     response: str
-    reward: float | None = None
-    notes: dict[str, bool | int | float | str | None] | msgspec.UnsetType = msgspec.UNSET
+    reward: float | None
+    details: RewardDetails = NO_DETAILS
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from realhf.architecture.decoding import GraphLife
 from realhf.dataflow.graph import Split
 from realhf.dataflow.interface import SampleDType
 from realhf.geometry.layout import Layout
+from realhf.rewards.details import NO_DETAILS, RewardDetails
 
 # "sending", "writing" and "beside" (calls beside the devices) run on threads of their own, beside the other phases.
 Phase = Literal[
@@ -213,15 +214,15 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     sent_s: float | None = None
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's response to a prompt, for people: sample `sample` of the batch as texts, with its reward, and what else
-    a call notes of it."""
+class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A model's response to a prompt, for people: sample `sample` of the batch as texts, with its reward and its
+    details."""
 
     sample: Count
     prompt: str
     response: str
     reward: float | None
-    notes: dict[str, bool | int | float | str | None] | msgspec.UnsetType = msgspec.UNSET
+    details: RewardDetails = NO_DETAILS
 
 
 class Reply(Message, frozen=True, kw_only=True):

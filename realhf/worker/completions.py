@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from itertools import chain
 
-import msgspec
+from msgspec.structs import replace
 
 from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult
+from realhf.rewards.details import NO_DETAILS, RewardDetails
 from realhf.transport.messages import BatchKey, Completion
 
 MOST_CHARACTERS = 20_000  # in a text
@@ -57,11 +58,16 @@ def completions(
             prompt=_shortened(rows.text(prompt), most),
             response=_shortened(rows.text(sequence[len(prompt) :]), most),
             reward=float(reward) if reward.numel() == 1 else None,
-            notes=result.notes.get(sample, msgspec.UNSET),
+            details=_shown(result.details.get(sample, NO_DETAILS), most),
         )
         for (sample, sequence, reward), prompt in zip(shown, prompts, strict=True)
         if prompt is not None
     )
+
+
+def _shown(details: RewardDetails, most: int) -> RewardDetails:
+    columns = {name: _shortened(text, most) for name, text in details.columns.items()}
+    return replace(details, columns=columns) if columns else details
 
 
 def _shortened(text: str, most: int) -> str:

@@ -39,6 +39,7 @@ def test_the_reward_is_the_score_of_the_last_number(run: FinishedRun) -> None:
         entry = {"answer": right}
         expected.append(scorer.score_answer(answers[-1] if answers else sample["response"], entry))
     assert [sample["reward"] for sample in samples] == pytest.approx(expected, abs=1e-6)
+    assert [sample["details"]["rewards"]["reasoning_gym"] for sample in samples] == pytest.approx(expected)
     assert any(expected)
     assert 0 < run.metrics[0]["reward_reasoning_gym"] < 1
 

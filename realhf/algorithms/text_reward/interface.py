@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model, Stats
 from realhf.engine.returned import InterfaceError
 from realhf.machine.host import read_host
+from realhf.rewards.details import RewardDetails
 from realhf.rewards.jobs import RewardError
 from realhf.rewards.pool import FunctionOptions, RewardPool, Score
 from realhf.rewards.signature import Sample
@@ -40,8 +42,9 @@ class TextRewardInterface:
         pool, config = self._pool, self.config
         evaluation = Evaluation(batch, context, config.reports)
         rollouts = evaluation.batch(config.batch)
+        samples = self._samples(rollouts, context)
         try:
-            scores = pool.score(self._samples(rollouts, context))
+            scores = pool.score(samples)
         except RewardError as error:
             raise InterfaceError(str(error)) from error
         if not context.holds_outputs:
@@ -49,10 +52,18 @@ class TextRewardInterface:
         device = rollouts.data["seq"][0].device
         columns = ([score.reward for score in scores], [float(score.is_valid) for score in scores])
         outputs = {key: _column(values, device) for key, values in zip(config.output_data, columns, strict=False)}
+        asked = dict.fromkeys(column for function in pool.functions for column in function.columns)
         return CallResult(
             outputs=outputs,
             stats=evaluation.stats | prefixed(config.prefix, statistics(pool.names, scores)),
-            notes={id: score.extra for id, score in zip(batch.ids, scores, strict=True) if score.extra},
+            details={
+                sample.id: RewardDetails(
+                    rewards=score.values,
+                    columns={name: _text(sample.row[name]) for name in asked if name in sample.row},
+                    notes=score.extra,
+                )
+                for sample, score in zip(samples, scores, strict=True)
+            },
         )
 
     def _samples(self, batch: Batch, context: Context) -> list[Sample]:
@@ -96,6 +107,11 @@ def statistics(names: Sequence[str], scores: Sequence[Score]) -> Stats:
         stats[f"reward_{name}"] = (sum(values), len(values))
     logged = add_stats([score.metrics for score in scores])
     return logged | stats
+
+
+def _text(value: Any) -> str:
+    """A text as it is; null as the files have it."""
+    return "null" if value is None else str(value)
 
 
 def _column(values: Sequence[float], device: torch.device) -> list[Tensor]:

@@ -23,6 +23,7 @@ from realhf.data import sort_task
 from realhf.dataflow.interface import Nulls
 from realhf.engine.batch import Batch
 from realhf.engine.returned import InterfaceError, check_result
+from realhf.rewards.details import RewardDetails
 from realhf.rewards.jobs import RewardError
 from realhf.rewards.pool import Score
 from tests.unit.algorithms.conftest import SingleContext
@@ -133,7 +134,7 @@ def test_what_a_function_logs(make: Any) -> None:
     result = TextRewardInterface(make("logging", prefix="first")).inference(None, batch, RowContext())  # type: ignore[arg-type]
     assert result.stats["first_progress"] == (2 * 4 / 20, 2)
     taken = check_result(result, batch.ids, declared={"reward"}, recorded=(), holds_outputs=True)
-    assert taken.notes == {3: {"letters": 3}, 4: {"letters": 2}}
+    assert {id: of.notes for id, of in taken.details.items()} == {3: {"letters": 3}, 4: {"letters": 2}}
 
 
 @pytest.mark.parametrize(("policy", "total"), [("zero", (4, 4)), ("drop", (4, 2))])
@@ -278,14 +279,18 @@ def test_functions_get_rows_steps_and_tokens(make: Any, monkeypatch: pytest.Monk
     class Pool(SimpleNamespace):
         def score(self, samples: list[Any]) -> list[Score]:
             seen.extend(samples)
-            return [Score(reward=0.5, is_valid=True, values={}, failures={}, seconds=0.0) for _ in samples]
+            values = {"right": 0.5}
+            return [Score(reward=0.5, is_valid=True, values=values, failures={}, seconds=0.0) for _ in samples]
 
-    batch, context = rollouts("abc.", "b"), RowContext(row={"messages": [USER, ANSWER]})
+    batch, context = rollouts("abc.", "b"), RowContext(row={"messages": [USER, ANSWER], "none": None})
     for wants_tokens in (True, False):
-        pool = Pool(wants_tokens=wants_tokens, names=())
+        functions = [SimpleNamespace(columns=("number", "none", "missing"))]
+        pool = Pool(wants_tokens=wants_tokens, names=(), functions=functions)
         monkeypatch.setattr(interface, "_pool", lambda *given, pool=pool: pool)
         result = TextRewardInterface(make("seen")).inference(None, batch, context)  # type: ignore[arg-type]
         assert [reward.tolist() for reward in result.outputs["reward"]] == [[0.5], [0.5]]
+        shown = {i: RewardDetails(rewards={"right": 0.5}, columns={"number": str(i), "none": "null"}) for i in (3, 4)}
+        assert result.details == shown
     answers = [seq[len(prompt) :].tolist() for prompt, seq in zip(batch.data["prompt"], batch.data["seq"], strict=True)]
     assert [sample.tokens for sample in seen] == [tuple(answers[0]), tuple(answers[1]), (), ()]
     assert [(sample.id, sample.step, sample.num_tokens) for sample in seen] == [(3, 4, 4), (4, 4, 1)] * 2

@@ -19,6 +19,7 @@ from realhf.engine.returned import (
     check_state,
     check_stats,
 )
+from realhf.rewards.details import RewardDetails
 
 IDS = (4, 9)
 NAN, INF = float("nan"), float("inf")
@@ -37,7 +38,7 @@ def test_a_result_that_keeps_the_rules() -> None:
     result = taken(rewards(*of_any_length, unused=[NAN]))
     assert list(result.outputs) == ["reward"]
     assert all(map(torch.equal, result.outputs["reward"], of_any_length))
-    assert result.stats == {}
+    assert (result.stats, result.details) == ({}, {})
 
 
 @pytest.mark.parametrize("dtype", get_args(SampleDType))
@@ -222,21 +223,30 @@ def test_what_a_call_cannot_keep(state: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("notes", "message"),
+    ("details", "message"),
     [
-        ([1], "the notes are [1], must be a dict: values by name, by sample"),
-        ({4: 1}, "the notes of sample 4 are 1, must be a dict: values by name"),
-        ({5: {}}, "the notes have sample 5, which is none of the call's: 4, 9"),
-        ({9: {"answer": [1, 2, 3]}}, "the notes of sample 9 have 'answer': a list, must be a text, a number"),
-        ({9: {3: "x"}}, "the notes of sample 9 have 3: a str, must be"),
+        ([1], "the details are [1], must be a dict: RewardDetails by sample"),
+        ({4: {}}, "the details of sample 4 are a dict, must be RewardDetails (of realhf.rewards.details)"),
+        ({5: RewardDetails()}, "the details have sample 5, which is none of the call's: 4, 9"),
+        ({4: RewardDetails(notes=1)}, "the notes of sample 4 are 1, must be a dict: values by name"),  # type: ignore[arg-type]
+        (
+            {9: RewardDetails(notes={"answer": [1, 2, 3]})},  # type: ignore[dict-item]
+            "the notes of sample 9 have 'answer': a list, must be a text, a number, a bool or None under a text",
+        ),
+        ({9: RewardDetails(notes={3: "x"})}, "the notes of sample 9 have 3: a str, must be"),  # type: ignore[dict-item]
+        (
+            {9: RewardDetails(rewards={"right": np.float64(1)})},
+            "the rewards of sample 9 have 'right': np.float64(1.0), must be a number or None under a text; give float",
+        ),
+        ({4: RewardDetails(columns={"answer": 3})}, "the columns of sample 4 have 'answer': 3, must be a text"),  # type: ignore[dict-item]
     ],
 )
-def test_what_cannot_be_noted_of_a_sample(notes: Any, message: str) -> None:
-    result = CallResult(outputs={"reward": [torch.zeros(1)] * 2}, notes=notes)
+def test_details_that_cannot_be_shown(details: Any, message: str) -> None:
     with pytest.raises(InterfaceError, match=re.escape(message)):
-        taken(result)
+        taken(CallResult(outputs={"reward": [torch.zeros(1)] * 2}, details=details))
 
 
-def test_what_is_noted_of_samples() -> None:
-    notes = {9: {"answer": "x", "right": True, "number": 3, "none": None}}
-    assert taken(CallResult(outputs={"reward": [torch.zeros(1)] * 2}, notes=notes)).notes == notes
+def test_details_of_samples() -> None:
+    notes = {"answer": "x", "right": True, "number": 3, "none": None}
+    details = {9: RewardDetails(rewards={"right": 1, "short": None}, columns={"answer": "x"}, notes=notes)}
+    assert taken(CallResult(outputs={"reward": [torch.zeros(1)] * 2}, details=details)).details == details

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from realhf.base.errors import UserError
 from realhf.master import trackers
 from realhf.master.trackers import Trackers, check_trackers, step_values
+from realhf.rewards.details import RewardDetails
 from realhf.rundir.run import RunSpec
 from realhf.rundir.samples import Sample
 
@@ -22,8 +23,16 @@ LINE = {
     "peak_bytes": [2**29, 2**30],
 }
 SAMPLES = [
-    Sample(step=3, sample=7, prompt="sort: ba", response="**ab**\n<img>", reward=0.5, notes={"letters": "a\nb"}),
-    Sample(step=3, sample=9, prompt="p", response=""),
+    Sample(
+        step=3,
+        sample=7,
+        split="train",
+        prompt="sort: ba",
+        response="**ab**\n<img>",
+        reward=0.5,
+        details=RewardDetails(rewards={"right": 0.5}, columns={"answer": "ab"}, notes={"letters": "a\nb"}),
+    ),
+    Sample(step=3, sample=9, split="train", prompt="p", response="", reward=None),
 ]
 VALUES = {"train/time_s": 2.0, "train/loss": 0.5, "seconds/actor_generate": 1.5, "memory/fullest_worker_gib": 1.0}
 
@@ -96,8 +105,8 @@ def test_weights_and_biases_is_told_the_same(tmp_path: Path, monkeypatch: pytest
             3,
             {
                 "samples/train": {
-                    "columns": ["sample", "prompt", "response", "reward", "letters"],
-                    "data": [[7, "sort: ba", "**ab**\n<img>", 0.5, "a\nb"], [9, "p", "", None, None]],
+                    "columns": ["sample", "prompt", "response", "reward", "reward_right", "answer", "letters"],
+                    "data": [[7, "sort: ba", "**ab**\n<img>", 0.5, 0.5, "ab", "a\nb"], [9, "p", "", *[None] * 4]],
                 }
             },
         ),
@@ -154,7 +163,10 @@ def test_tensorboard_reads_the_samples(tmp_path: Path) -> None:
     assert event.step == 3
     text = event.tensor_proto.string_val[0].decode()
     assert "**sample 7, reward 0.5**\n\nprompt\n\n    sort: ba\n" in text
-    assert "response\n\n    **ab**\n    <img>\n\nletters\n\n    a\n    b\n" in text
+    assert (
+        "response\n\n    **ab**\n    <img>\n\nreward_right\n\n    0.5\n\nanswer\n\n    ab\n\nletters\n\n    a\n    b\n"
+        in text
+    )
     assert "sample 9, reward none" in text
 
 

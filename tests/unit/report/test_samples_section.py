@@ -4,6 +4,7 @@ import json
 import unicodedata
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from realhf.base.shown import visible
 from realhf.report.page import write_report
 from realhf.report.sample_texts import LONGEST_NOTE, heading, shortened, with_ends
 from realhf.report.samples_section import EARLIER_STEPS, MAX_BYTES, NEWEST_STEPS, chosen_steps, samples_section
+from realhf.rewards.details import RewardDetails
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.samples import Sample, StepSamples
 from tests.unit.report.run_directories import good_run, sample
@@ -20,7 +22,9 @@ HOSTILE = '</pre></div><script>alert("1")</script><img src=x onerror="alert(2)">
 
 
 def step_of(step: int, response: str, count: int = 2) -> StepSamples:
-    texts = (Sample(step=step, sample=i, prompt="p", response=response, reward=None) for i in range(count))
+    texts = (
+        Sample(step=step, sample=i, split="train", prompt="p", response=response, reward=None) for i in range(count)
+    )
     return StepSamples(step, "train", tuple(texts))
 
 
@@ -49,10 +53,31 @@ def test_what_a_model_wrote_is_text_and_nothing_else() -> None:
     assert not [c for c in html if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
 
 
+def detailed(**details: Any) -> Sample:
+    texts = {"prompt": "p", "response": "r"}
+    return Sample(step=1, sample=4, split="train", **texts, reward=0.5, details=RewardDetails(**details))
+
+
+def test_the_rewards_of_several_functions_and_the_answer_are_shown() -> None:
+    sample = detailed(rewards={"right": 0.0, "short": 1.0, "rude": None}, columns={"answer": HOSTILE}, notes={"n": 42})
+    assert heading(sample) == "sample 4, reward 0.5 (right 0, short 1, rude none), n 42"
+    html = samples_section([StepSamples(1, "train", (sample,))])
+    assert f"answer: {with_ends(HOSTILE)}" in Seen(html).text
+    assert heading(sample) in Seen(html).text
+    assert "<script" not in html
+    assert heading(detailed(rewards={"right": 0.5})) == "sample 4, reward 0.5", "of one function it says no more"
+
+
+def test_long_answers_are_shortened_as_responses_are() -> None:
+    steps = [StepSamples(i, "train", (detailed(columns={"answer": "x" * 20_000}),)) for i in range(20)]
+    html = samples_section(steps)
+    assert len(html.encode()) <= MAX_BYTES
+    assert html.count("answer: ") == 20
+
+
 def test_what_is_noted_of_a_sample_stands_beside_its_reward() -> None:
-    noted = Sample(step=1, sample=4, prompt="p", response="r", reward=0.5, notes={"last number": 42, "note": HOSTILE})
+    noted, plain = detailed(notes={"last number": 42, "note": HOSTILE}), detailed()
     assert heading(noted) == f"sample 4, reward 0.5, last number 42, note {visible(HOSTILE)[: LONGEST_NOTE - 5]}"
-    plain = Sample(step=1, sample=4, prompt="p", response="r", reward=0.5)
     assert heading(plain) == "sample 4, reward 0.5"
     pages = [Seen(samples_section([StepSamples(1, "train", (one,))])) for one in (noted, plain)]
     assert pages[0].tags == pages[1].tags

@@ -268,10 +268,10 @@ def test_a_process_that_cannot_load_its_functions_says_so_and_ends(
 
 
 def test_what_a_worker_knows_of_a_function() -> None:
-    def tokens(completions: list[str], **row: Any) -> list[float]: ...
+    def tokens(completions: list[str], answer: list[str], **row: Any) -> list[float]: ...
 
     reward = Reward("t", tokens, recognise(tokens, "f"), 0.25, "t (r.py:3)")
-    assert module._described(reward) == Function("t", "t (r.py:3)", 0.25, True, False, True)
+    assert module._described(reward) == Function("t", "t (r.py:3)", 0.25, True, False, True, ("answer",))
 
 
 # --- async functions

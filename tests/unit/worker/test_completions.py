@@ -2,12 +2,13 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec import json
 
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult
+from realhf.rewards.details import RewardDetails
 from realhf.transport.messages import BatchKey, Completion
 from realhf.worker.completions import MOST_CHARACTERS, completions, shown_samples
 from tests.unit.api.calls import call, rule
@@ -82,12 +83,15 @@ def test_other_calls_give_none() -> None:
     assert completions(rule("judge", ["x"], ["reward"]), STEP, data(1, 5), rewards(1, 5), Rows(), 3) == ()
 
 
-def test_what_a_call_notes_of_a_sample_comes_with_it() -> None:
-    noted = rewards(1, 5, notes={5: {"answer": "42"}, 1: {}})
-    found = completions(rule("judge", ["seq"], ["reward"]), STEP, data(1, 5), noted, Rows(), 3)
-    assert [each.notes for each in found] == [{}, {"answer": "42"}]
-    [other, _] = completions(rule("judge", ["seq"], ["reward"]), STEP, data(1, 5), rewards(1, 5), Rows(), 3)
-    assert other.notes is msgspec.UNSET
+def test_what_a_call_says_of_a_sample_comes_with_it() -> None:
+    answer = "x" * 2 * MOST_CHARACTERS
+    each = RewardDetails(rewards={"right": 1.0, "short": None}, columns={"answer": answer}, notes={"number": 42})
+    result = rewards(1, 5, details={5: each})
+    plain, detailed = completions(RULE, STEP, data(1, 5), result, Rows(), 3)
+    assert (detailed.details.rewards, detailed.details.notes) == (each.rewards, each.notes)
+    assert len(detailed.details.columns["answer"]) == MOST_CHARACTERS + 5
+    assert json.encode(plain) == b'{"sample":1,"prompt":"1.7","response":"11","reward":0.5}', "no word of details"
+    assert json.decode(json.encode(detailed), type=Completion) == detailed
 
 
 def test_a_long_text_loses_its_middle() -> None:
