@@ -1,5 +1,6 @@
-# make run: set everything up, then the main job. make test: the same set-up, then the tests in TEST_PROCESSES
-# processes at a time. make test-slow: the tests that it leaves out because they are long.
+# make run: set everything up, then the main job. make real: the same set-up, then a real model learns. make test: the
+# same set-up, then the tests in TEST_PROCESSES processes at a time. make test-slow: the tests that it leaves out because
+# they are long.
 # PIP_ARGS adds options to every pip install (a CPU build of torch, say).
 
 PYTHON ?= python3
@@ -8,10 +9,13 @@ BIN := .venv/bin
 TEST_PROCESSES ?= 3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow lint format setup clean
+.PHONY: run real test test-slow lint format setup clean
 
 run: setup
 	$(BIN)/python scripts/main_job.py
+
+real: setup
+	$(BIN)/python scripts/real_job.py
 
 test: setup
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES)

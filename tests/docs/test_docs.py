@@ -86,6 +86,7 @@ RUN_HERE = {
     "torchrun --standalone --nproc-per-node 2 train_fully_shard.py": "",
     "realhf osdp llama3-7b --devices 8 --memory-gb 40": "",
     "make run": "--dry-run",
+    "make real": "--dry-run",
     "make test": "--dry-run",
     "cd tests/slurm && ../../.venv/bin/python -m testbed --help": "",
     "cd tests/slurm && ../../.venv/bin/python -m hosts --help": "",
