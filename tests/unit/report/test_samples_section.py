@@ -137,7 +137,9 @@ def test_a_run_without_samples_has_no_section(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = good_run(tmp_path / "run", samples=[sample(1, 5), sample(4, 7, response=HOSTILE + "long " * 1000)])
+    details = {"rewards": {"right": 0, "short": 1}, "columns": {"answer": "ab\x1b"}, "notes": {"letters": 2}}
+    long = sample(4, 7, response=HOSTILE + "long " * 1000, details=details)
+    run = good_run(tmp_path / "run", samples=[sample(1, 5), long])
     assert cli.main(["status", str(run), "--samples"]) == 0
     text = capsys.readouterr().out
     assert text.index("step 1, sample 5, reward 0.5") < text.index("step 4, sample 7")
@@ -145,10 +147,13 @@ def test_the_command_prints_the_newest(tmp_path: Path, capsys: pytest.CaptureFix
     assert "\\x1b[2J\\u202e" in text.replace("\n", "").replace(" ", "")
     assert max(map(len, text.splitlines())) <= 110
     assert "characters left out" in text
+    assert "reward 0.5 (right 0, short 1), letters 2" in text
+    assert "answer:\n  ab\\x1b " in text
     assert cli.main(["status", str(run), "--samples", "--json"]) == 0
     samples = json.loads(capsys.readouterr().out)["samples"]
     assert [(one["step"], one["sample"]) for one in samples] == [(1, 5), (4, 7)]
     assert samples[1]["response"].startswith(HOSTILE)
+    assert ("details" in samples[0], samples[1]["details"]) == (False, details)
 
 
 def test_the_command_says_how_to_get_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
