@@ -61,6 +61,8 @@ def _within(
 
 
 def _default(one: Field[Any]) -> Any:
-    if one.default_factory is not MISSING:
-        return one.default_factory()
+    factory: Any = one.default_factory
+    if factory is not MISSING:
+        needed = is_dataclass(factory) and any(each.default is each.default_factory for each in fields(factory))
+        return inspect.Parameter.empty if needed else factory()
     return inspect.Parameter.empty if one.default is MISSING else one.default

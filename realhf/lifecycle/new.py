@@ -80,15 +80,23 @@ def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cl
 def check_experiment(experiment: ResolvedExperiment, batch_size: int | None = None) -> None:
     """Raises UserError if the experiment can run under no plan. `batch_size`: another one than its own."""
     check_values(experiment)
-    graph = experiment.graph
-    _check_rows(experiment, batch_size or experiment.settings.batch_size)
-    for name, setup in experiment.setups.items():
-        if setup.checkpoint is not None:  # one that does not fit is found now
-            check_checkpoint(setup.checkpoint, graph.models[name], setup.new_head)
+    graph, extent, flags = experiment.graph, experiment.dataset.check(), flags_of(type(experiment.source))
+    size, each = (flags.get(name, [name])[0] for name in ("batch_size", "samples_per_prompt"))
+    batch_size = batch_size or experiment.settings.batch_size
+    rows = graph.rows_per_step(batch_size, size, each)
+    if extent.rows < rows and experiment.steps:
+        divided = f" / {each}={graph.samples_per_prompt}" if graph.samples_per_prompt > 1 else ""
+        raise UserError(
+            f"the data set {extent.path} has {extent.rows} rows, fewer than {size}={batch_size}{divided}; add rows, or "
+            "lower it"
+        )
+    check_fit(graph, extent)
     if evaluation := experiment.evaluation:
+        size = flags.get("eval_batch_size", ["the evaluation's batch_size"])[0]
+        experiment.graphs["evaluation"].rows_per_step(evaluation.batch_size, size, each)
         check_fit(experiment.graphs["evaluation"], evaluation.dataset.check())
-    if first := experiment.dataset.check().first:
-        for call in experiment.graph.calls.values():
+    if first := extent.first:
+        for call in graph.calls.values():
             call.interface_impl.check_row(*first)
 
 
@@ -98,20 +106,6 @@ def check_values(experiment: ResolvedExperiment) -> None:
     evaluates_only = issubclass(cls, ScriptExperiment) and cls.evaluates_only()
     check_fields("", experiment.source, EXPERIMENT_RANGES | ({"steps": (0, 0)} if evaluates_only else {}))
     _check_finite("", msgspec.to_builtins(experiment.source))
-
-
-def _check_rows(experiment: ResolvedExperiment, batch_size: int) -> None:
-    """Raises UserError where the data do not fit the models that read them, or have too few rows for a batch."""
-    graph, flags, extent = experiment.graph, flags_of(type(experiment.source)), experiment.dataset.check()
-    size, each = (flags.get(name, [name])[0] for name in ("batch_size", "samples_per_prompt"))
-    rows = graph.rows_per_step(batch_size, size, each)
-    check_fit(graph, extent)
-    if extent.rows < rows and experiment.steps:
-        divided = f" / {each}={graph.samples_per_prompt}" if graph.samples_per_prompt > 1 else ""
-        raise UserError(
-            f"the data set {extent.path} has {extent.rows} rows, fewer than {size}={batch_size}{divided}; add rows, or "
-            "lower it"
-        )
 
 
 def _check_finite(name: str, value: Any) -> None:
@@ -140,6 +134,8 @@ def check_run(run: Run, request: RunRequest) -> None:
             check_megatron(run.experiment.graph.models[name], home.strategy, "cuda" if with_gpus else "cpu")
         data_parallel = run.computations[name].data_parallel
         shard_boxes(run.experiment.graph.models[name], home, home.mesh.first, data_parallel)  # may be impossible
+        if setup.checkpoint is not None:  # one that does not fit is found now; planning needs no weights
+            check_checkpoint(setup.checkpoint, run.experiment.graph.models[name], setup.new_head)
     _ = run.initial_steps  # raises if a checkpoint lacks optimizer states
     if run.spec.replay:
         folder = Path(run.spec.replay)

@@ -129,7 +129,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int, _evaluation("--stop-early: evaluations without a gain until the end", range=(1, MAX_STEPS))
     ] = 3
     stop_early_gain: Annotated[
-        float, _evaluation("--stop-early: a value has to be better by more than this", range=(0, None))
+        float, _evaluation("--stop-early: a value has to be better by more than this", range=(0, 1e9))
     ] = 0.0
     checkpoint_failures: Annotated[
         int,

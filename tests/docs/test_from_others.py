@@ -232,7 +232,7 @@ def test_commands(
         assert line["reward_brief"] == 0, "before the first step"
         samples = [json.loads(line) for line in (run / "samples.jsonl").open()]
         assert {sample["split"] for sample in samples} == {"train", "evaluation"}
-        assert all(sample["notes"]["length"] >= 0 for sample in samples)
+        assert all(sample["details"]["notes"]["length"] >= 0 for sample in samples)
         last = [json.loads(line) for line in (run / "evaluations.jsonl").open()][-1]
         assert last["step"] == 1
         assert last["reward_brief"] < 0, "after the last step the weight is 1"

@@ -190,7 +190,7 @@ def test_options_with_a_typo(
     [
         (["run", "grppo", "--model", "model"], "'grppo' is neither a ready experiment.*did you mean grpo\\?"),
         (["run", "--model", "model", "--data", "train.jsonl"], "model is a directory.*realhf run grpo --model model"),
-        (["plan", "sorting"], "the ready ones are dpo, grpo,"),
+        (["plan", "sorting"], "the ready ones are distill, dpo, grpo,"),
     ],
 )
 def test_experiments_with_a_typo(

@@ -68,10 +68,10 @@ def test_the_report_is_drawn(browser: str, tmp_path: Path) -> None:
     sections = dict(re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", drawn, flags=re.DOTALL))
     assert sections.keys() >= {"Metrics", "Predicted against measured time", "Timeline of steps 3 and 4"}
     shown, _, folded = sections["Metrics"].partition("<details>")
-    # evaluation, reward_mean, kl, actor_loss, tokens_per_s; entropy is among the others
-    assert shown.count('class="scatterlayer mlayer"') == 5
-    assert shown.count('class="js-line"') == 5
-    assert folded.count('class="js-line"') == 1
+    # evaluation, reward_mean, kl, actor_loss, entropy, tokens_per_s
+    assert shown.count('class="scatterlayer mlayer"') == 6
+    assert shown.count('class="js-line"') == 6
+    assert not folded
     bars = re.findall(r'class="point"', sections["Predicted against measured time"])
     assert len(bars) == 6  # three calls, measured and predicted, one of them without a height
     timeline = sections["Timeline of steps 3 and 4"]

@@ -98,6 +98,8 @@ class ScriptExperiment:
             raise UserError(
                 f"{type(self).__name__} trains nothing and evaluates --data; leave --steps and --eval-data out"
             )
+        if self.eval_data:
+            load(_CHECK_HELD_OUT)(self._first_data.data, self.eval_data)
         if self.eval_every_steps is not None and not self.eval_data:
             raise UserError(
                 f"--eval-every-steps {self.eval_every_steps} evaluates held-out rows, and there are none; give "
@@ -142,7 +144,6 @@ class ScriptExperiment:
             return None
         name, *_ = self._of_kind(ScriptData)
         held_out = dataclasses.replace(self._first_data, data=self.eval_data)
-        load(_CHECK_HELD_OUT)(self._first_data.data, held_out.data)
         dataset = held_out.dataset(name, self._tokenizer)
         calls = self._trace(is_evaluation=True).measured(dataset.keys)
         if not calls:

@@ -18,6 +18,8 @@ BAD = {
     "--checkpoint-every": ("0", "-1", HUGE),
     "--checkpoint-every-minutes": ("0", "-1", "1e30", "inf", "nan"),
     "--keep-checkpoints": ("0", HUGE),
+    "--stop-early-patience": ("0", HUGE),
+    "--stop-early-gain": ("-1", "1e30", "inf", "nan"),
     "--checkpoint-failures": ("-1", HUGE),
     "--samples": ("-1", HUGE),
     "--staleness-up-to": ("-1", HUGE),

@@ -45,7 +45,13 @@ class Ended:
     """A master of three workers that hears `script`, to its end: what it said, and after how many seconds."""
 
     def __init__(self, directory: RunDirectory, script: Script, gone: frozenset[int] = frozenset()):
-        spec = {"num_workers": 3, "resume_step": 0, "setup_timeout_s": 3600.0, "drift_threshold": 1.5}
+        spec = {
+            "num_workers": 3,
+            "resume_step": 0,
+            "setup_timeout_s": 3600.0,
+            "drift_threshold": 1.5,
+            "stop_early": None,
+        }
         run: Any = SimpleNamespace(
             spec=SimpleNamespace(**spec, tensorboard=False, wandb_project=None),
             experiment=SimpleNamespace(steps=7), evaluation=None, deadlines=Deadlines(), initial_steps={},
