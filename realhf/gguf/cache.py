@@ -4,9 +4,10 @@ import contextlib
 import fcntl
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 from platformdirs import user_cache_path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # Raise it when the same file gives another directory than before.
 _VERSION = 1
+# Another process that converts the same file is waited for; the largest models take minutes.
+WAIT_S = 3600.0
 _DIGESTS = "digests.json"
 _MODELS = ("config.json", "index.json")
 
@@ -95,13 +98,33 @@ def _make(model: "GGUFModel", entry: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(entry: Path) -> Iterator[None]:
-    """Inside, no other process makes the same entry, where the file system has locks. What a crash left is removed."""
-    with open_regular(entry.with_name(f".{entry.name}.lock"), "ab") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """Inside, no other process makes the same entry, where the file system has locks. What a crash left is removed.
+
+    Raises UserError where another process is still at it after `WAIT_S`.
+    """
+    deadline = time.monotonic() + WAIT_S
+    with open_regular(lock := entry.with_name(f".{entry.name}.lock"), "ab") as file:
+        try:
+            while not _is_locked(file):
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        f"{lock}: another process has been converting the same file for {WAIT_S / 60:g} minutes; wait "
+                        "for its end, or end it"
+                    )
+                time.sleep(0.1)
             for part in entry.parent.glob(f".{entry.name}-*"):
                 shutil.rmtree(part, ignore_errors=True)
+        except OSError:
+            pass  # a file system without locks: every process makes its own, and the last one stays
         yield
+
+
+def _is_locked(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_whole(entry: Path) -> bool:

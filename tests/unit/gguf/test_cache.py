@@ -1,5 +1,6 @@
 """The converted directory in the user's cache: found again, noticed where it is damaged, made by one of several."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -92,3 +93,16 @@ def test_a_folder_means_its_only_file(file: Path, tmp_path: Path) -> None:
         model_source(str(folder))
     (folder / "config.json").write_text("{}")
     assert find_gguf(folder) is None  # a Hugging Face directory that has such files too
+
+
+def test_another_process_is_waited_for_until_a_deadline(
+    file: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = hugging_face_directory(file)
+    (entry / "config.json").unlink()
+    monkeypatch.setattr(cache, "WAIT_S", 0.0)
+    with (place / f".{entry.name}.lock").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process has been converting the same file for 0 minutes; wait"):
+            hugging_face_directory(file)
+    assert hugging_face_directory(file) == entry
