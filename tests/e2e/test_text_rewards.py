@@ -55,7 +55,7 @@ def test_a_failure_ends_the_run_or_is_counted(tmp_path: Path) -> None:
     assert code == 1
     assert "worker 0 failed in score of step 1;" in text
     assert "reward broken (text_reward_functions.py:" in text
-    assert "ValueError: even" in text
+    assert "ValueError: odd" in text
     (tmp_path / "zero").mkdir()
     code, text = run(tmp_path / "zero", "--functions", "broken", "--on-error", "zero")
     assert code == 0, text

@@ -22,8 +22,8 @@ async def judged(prompt: str, response: str) -> float:
 
 
 def broken(response: str, response_length: int) -> float:
-    if response_length % 2 == 0:  # not of the response with which functions are tried
-        raise ValueError("even")
+    if response_length % 2:
+        raise ValueError("odd")
     return 1.0
 
 
