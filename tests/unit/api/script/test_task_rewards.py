@@ -6,29 +6,17 @@ from typing import Any
 import pytest
 
 from realhf.api import (
-    Columns,
     GenerationOptions,
     Policy,
     Prompts,
     Reward,
     UserError,
     auto,
-    loss_function,
-    tensor_function,
 )
+from tests.unit.api.script.test_scripts import joined, some_loss
 from tests.unit.data.tokenizers_of_families import write_qwen
 
 GCD, SUMS = "reasoning-gym:gcd:size=8", "reasoning-gym:chain_sum:size=8"
-
-
-@tensor_function
-def joined(*columns: Columns) -> dict[str, Any]:
-    return {}
-
-
-@loss_function
-def some_loss(logprob: Any, batch: Any) -> Any:
-    return -logprob
 
 
 def script(prompts: Prompts, actor: Policy, reward: Reward, options: GenerationOptions) -> None:
