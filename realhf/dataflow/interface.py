@@ -89,6 +89,12 @@ class InterfaceConfig:
         (with a default) or a property of that name overrides it."""
         return 1
 
+    def computed_samples(self, samples: int, dp: int, mini_batches: int) -> int:
+        """How many of the `samples` that each of `dp` data-parallel ranks has of a mini-batch train_step computes at
+        once, as many as the rank with the most is expected to have in the loss. A rank that has more computes them in
+        further micro-batches. A method of that name overrides it."""
+        return samples
+
     def wide_bytes(self, key: str, vocab_size: int) -> int:
         """For the planner: bytes of a response token in the output `key` where it has many numbers for each, as a
         distribution over the vocabulary does; 0: it has one number. A method of that name overrides it."""

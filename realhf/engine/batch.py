@@ -1,5 +1,6 @@
 """Per-sample data on a worker, and the packed form in which the compute takes it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -41,7 +42,7 @@ class Batch:
     """Some samples of one step: `data[key][i]` belongs to sample `ids[i]` and is [length, ...].
 
     A scalar of a sample is a tensor [1]. `ids` are the places of the samples in the global batch. Runs of `together`
-    samples are never divided over micro-batches, for a loss on pairs.
+    neighbours are never divided over micro-batches: those of a pair, or of a prompt that is computed once for them.
     """
 
     ids: tuple[int, ...]
@@ -141,4 +142,5 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     return Batch(
         tuple(i for b in batches for i in b.ids),
         {key: [value for b in batches for value in b.data[key]] for key in keys},
+        math.gcd(*(b.together for b in batches)),
     )

@@ -1,9 +1,11 @@
 """The model worker: executes the master's requests on one device, one after the other; moves of parameters beside."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
 from realhf.transport.clock import now_s
 from realhf.transport.messages import (
-    BatchKey,
     CallFunction,
     Completion,
     FreeBatch,
@@ -197,7 +198,7 @@ class ModelWorker:
         definition = self._graphs[split].calls[request.call]
         context = self._context(request, definition)
         wait = self._collect(request, definition)
-        mini_batches = [self._inputs(request.batch, definition, ids) for ids in request.mini_batches]
+        mini_batches = [self._inputs(request, definition, ids) for ids in request.mini_batches]
         model = self._models[definition.model_name, request.layout]
         self._moves.select(model, definition.model_name, request.version)
         with self._timed("compute", f"{request.call} of {request.batch}") as span, traffic() as sent:
@@ -231,7 +232,7 @@ class ModelWorker:
         split, what = request.batch.split, f"{request.call} of {request.batch}"
         definition = self._graphs[split].calls[request.call]
         context, wait = self._context(request, definition), self._collect(request, definition)
-        inputs = [self._inputs(request.batch, definition, ids).to(torch.device("cpu")) for ids in request.mini_batches]
+        inputs = [self._inputs(request, definition, ids).to(torch.device("cpu")) for ids in request.mini_batches]
 
         def run() -> Reply:
             start = now_s()
@@ -291,9 +292,9 @@ class ModelWorker:
             self._mailbox.collect(request.batch, definition.input_data)
         return span()
 
-    def _inputs(self, batch: BatchKey, definition: ModelFunctionCallDef, ids: tuple[int, ...]) -> Batch:
+    def _inputs(self, request: CallFunction, definition: ModelFunctionCallDef, ids: tuple[int, ...]) -> Batch:
         """The call's input columns: rows of the data set are read here, the rest was made or transferred."""
-        graph = self._graphs[batch.split]
+        batch, graph = request.batch, self._graphs[request.batch.split]
         from_rows = [key for key in definition.input_data if key in graph.dataset_keys]
         with self._reading:
             rows = self._readers[batch.split].tokens(batch.step, ids)
@@ -312,7 +313,9 @@ class ModelWorker:
                 for i, prompt in zip(ids, samples.data[prompt_key], strict=True)
             ]
             samples = samples.with_data(forced_response=responses)
-        return samples
+        # As far as micro-batches of equally many samples allow, those of a prompt stay in one.
+        together = math.gcd(len(ids), max(1, len(ids) // request.micro_batches), graph.samples_per_prompt)
+        return replace(samples, together=together)
 
     def _keep(
         self, request: CallFunction, definition: ModelFunctionCallDef, outputs: dict[str, list[Tensor]]

@@ -1,6 +1,7 @@
 """Rows of every kind as rollouts: sequences `seq` that begin with a `prompt`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from realhf.api.script.config import Rows
@@ -42,4 +43,5 @@ def pairs_of(rollouts: Batch) -> Batch:
 def divided(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """The mini-batches of `sizes` samples."""
     ends = [0, *accumulate(sizes)]
-    return [batch.select(range(start, end)) for start, end in pairwise(ends)]
+    parts = [batch.select(range(start, end)) for start, end in pairwise(ends)]
+    return [replace(part, together=batch.together) for part in parts]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -52,11 +53,12 @@ class UpdateInterface:
             _merged([as_rollouts(batch, term.rows) for term, batch in zip(c.terms, batches, strict=True)])
             for batches in zip(*terms, strict=True)
         ]
+        weights, micro_batches = self._agreed(rows, context)
         # A policy alone moves away from the one that drew its rollouts.
         max_kl = c.max_kl if c.rows == "rollout" and model.config.head == "lm" else None
         stats = optimizer_steps(
-            lambda weighted: self._step(model, *weighted, context, with_kl=max_kl is not None),
-            list(zip(rows, self._global_weights(rows, context), strict=True)),
+            lambda each: self._step(model, *each, with_kl=max_kl is not None),
+            list(zip(rows, weights, micro_batches, strict=True)),
             context,
             _device_of(rows),
             epochs=c.epochs,
@@ -70,16 +72,31 @@ class UpdateInterface:
         first = add_stats(rollout_stats(batch.data) for batch in terms[0]) if of_rollouts else {}
         return CallResult(stats={**first, **stats, **named, **evaluation.stats})
 
-    def _global_weights(self, mini_batches: Sequence[Batch], context: Context) -> list[list[float]]:
-        """By mini-batch and term, what the loss is divided by, of all ranks. Which samples are left out is known to
-        their own rank alone, so the ranks always add up."""
-        own = [self._weights(batch) for batch in mini_batches]
-        weights: list[list[float]] = context.sum_over_data_parallel(
-            torch.tensor(own, dtype=torch.float64, device=_device_of(mini_batches))
-        ).tolist()
-        return weights
+    def _agreed(self, mini_batches: Sequence[Batch], context: Context) -> tuple[list[list[float]], list[int]]:
+        """By mini-batch what the losses are divided by, of all ranks, and micro-batches: those of the plan, times as
+        many as it takes for no rank to compute more samples in one than the plan counts on. Which samples are left out
+        is known to their own rank alone, so the ranks always add up."""
+        own, needs = [], []
+        for batch in mini_batches:
+            dp = context.batch_size // (len(mini_batches) * len(batch))
+            at_once = self.config.computed_samples(len(batch), dp, len(mini_batches))
+            counted = sum(term != _LEFT_OUT for term in _terms_of(batch))
+            own.append(self._weights(batch))
+            # Each number of times that is too small for this rank; all ranks have as many of them.
+            needs.append([float(counted > times * at_once) for times in range(1, -(-len(batch) // at_once))])
+        values = torch.tensor([*chain(*own, *needs)], dtype=torch.float64, device=_device_of(mini_batches))
+        sums = iter(context.sum_over_data_parallel(values).tolist())
+        weights = [[next(sums) for _ in one] for one in own]
+        micro_batches = []
+        for batch, need in zip(mini_batches, needs, strict=True):
+            times = 1 + sum(next(sums) > 0 for _ in need)
+            most = len(batch) // batch.together // context.micro_batches
+            micro_batches.append(context.micro_batches * max(1, min(times, most)))
+        return weights, micro_batches
 
-    def _step(self, model: Model, batch: Batch, weights: Sequence[float], context: Context, *, with_kl: bool) -> Stats:
+    def _step(
+        self, model: Model, batch: Batch, weights: Sequence[float], micro_batches: int, *, with_kl: bool
+    ) -> Stats:
         """The statistics of one optimizer step. None is made where every sample of the first loss is left out.
 
         weights: by term, of the mini-batch on all ranks.
@@ -87,11 +104,11 @@ class UpdateInterface:
         if not weights[0]:
             return {"skipped_mini_batches": (1.0, 1.0)}
         return model.train_step(
-            _computed(batch, context.micro_batches),
+            _computed(batch, micro_batches),
             "seq",
             lambda head, part: self._loss(head, part, weights, with_kl=with_kl),
             lambda part: self._weights(part)[0],
-            context.micro_batches,
+            micro_batches,
         )
 
     def _weights(self, batch: Batch) -> list[float]:

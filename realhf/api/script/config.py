@@ -3,9 +3,11 @@
 A script makes them by the methods of its models. An experiment that lists its calls gives them as `interface_impl`.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from realhf.api.generation import GenerationOptions
@@ -245,6 +247,22 @@ class Update(Term, ScriptCall):
     @property
     def sequence_keys(self) -> tuple[str, ...]:
         return _sequence_keys((term.batch, SEQUENCES[term.rows]) for term in self.terms)
+
+    def computed_samples(self, samples: int, dp: int, mini_batches: int) -> int:
+        """Where hyperparameters say how many groups of a step are in the loss (`groups_per_step`), and nothing else is
+        trained on: those of the rank with the most, if they lie anywhere in the step with the same probability.
+
+        Their number on a rank is hypergeometric, taken as normal here, and the largest of several is Blom's (1958).
+        """
+        wanted: int = self.loss.setting("groups_per_step", 0)
+        together: int = self.loss.setting("samples_per_prompt", 1)
+        parts = dp * mini_batches
+        groups = samples * parts // together
+        if self.also or not 0 < wanted < groups:
+            return samples
+        variance = wanted / parts * (1 - 1 / parts) * (groups - wanted) / (groups - 1)
+        largest = NormalDist().inv_cdf((dp - 0.375) / (dp + 0.25)) * math.sqrt(dp / (dp - 1)) if dp > 1 else 0.0
+        return min(samples, math.ceil((wanted / parts + largest * math.sqrt(variance)) * together))
 
 
 @dataclass(frozen=True, kw_only=True)

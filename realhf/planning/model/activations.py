@@ -75,6 +75,16 @@ def kept_bytes(
     return layers.whole * whole + layers.recomputed * recomputed
 
 
+def repeated_bytes(
+    model: DecoderConfig, dtype: DType, tp: int, layers: InFlight, features: EngineFeatures = ENGINE
+) -> float:
+    """What a training has for a token of a prompt that is computed once for several samples, for each of the others:
+    its keys and values in front of theirs, of layers that are not recomputed, with one layer's gradients
+    (`realhf.models.prefixed_attention`), and the final norm with its gradients."""
+    _, wide, attention = _items(dtype, features)
+    return (layers.whole + 1) * 2 * model.kv_size / tp * attention + 6 * model.hidden_size * wide
+
+
 def beyond_kept_bytes(
     model: DecoderConfig, dtype: DType, tp: int, whole_layers: int, features: EngineFeatures = ENGINE
 ) -> float:

@@ -117,9 +117,11 @@ class CallModel:
     @kept
     def work(self, strategy: ParallelStrategy, micro_batches: int) -> RankWork:
         """The work of a data-parallel rank in one mini-batch."""
+        samples, computed = self.samples // strategy.dp, self.call.interface_impl.computed_samples
         return RankWork(
             call=self.call,
-            samples=self.samples // strategy.dp,
+            samples=samples,
+            expected=computed(samples, strategy.dp, self.call.mini_batches) if self.call.trains else 0,
             lengths=self.lengths,
             placed=self.placed(strategy),
             micro_batches=micro_batches,

@@ -14,7 +14,13 @@ from realhf.base.kept import kept
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
 from realhf.geometry.pipeline_schedule import training_order
-from realhf.planning.model.activations import InFlight, activation_elements, beyond_kept_bytes, kept_bytes
+from realhf.planning.model.activations import (
+    InFlight,
+    activation_elements,
+    beyond_kept_bytes,
+    kept_bytes,
+    repeated_bytes,
+)
 from realhf.planning.model.lengths import DecodePhase
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.osdp.units import StageUnits
@@ -30,13 +36,15 @@ HOLES = 1 / 8
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
-    """The work of one rank in a call under one option: as in `CallModel`, but `samples` are of one rank."""
+    """The work of one rank in a call under one option: as in `CallModel`, but `samples` are of one rank, and so many of
+    them are `expected` to be computed; 0: all."""
 
     call: ModelFunctionCallDef
     samples: int
     lengths: Workload
     placed: PlacedModel
     micro_batches: int
+    expected: int = 0
     known: dict[Hashable, float] = msgspec.field(default_factory=dict)
 
     def once(self, what: Hashable, compute: Callable[[], float]) -> float:
@@ -73,16 +81,36 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         """Prompts that a generation computes in one part."""
         return self.samples / self.parts / self.sharing
 
+    @cached_property
+    def computed(self) -> int:
+        """Samples that are computed: those expected, but as many as give every part those that have one prompt."""
+        return min(self.samples, max(self.expected, self.parts * self.sharing)) if self.expected else self.samples
+
     @property
     def rows(self) -> float:
         """Tokens that an inference or a training computes in one part: on a CPU a prompt once for those of its samples
         that are together."""
-        lengths, samples = self.lengths, self.samples / self.parts
-        model, is_rollout = self.placed.model, self.lengths.new_tokens > 0
-        is_long = lengths.prompt_tokens >= SHORTEST_SHARED
-        is_shared = self.placed.features.in_host_memory and is_rollout and is_long and model.sliding_window is None
-        repeated = (1 - 1 / self.sharing) * lengths.prompt_tokens if is_shared else 0.0
+        lengths, samples = self.lengths, self.computed / self.parts
+        repeated = (1 - 1 / self.sharing) * lengths.prompt_tokens if self._shares(lengths.prompt_tokens) else 0.0
         return samples * (lengths.tokens - repeated)
+
+    @property
+    def most_rows(self) -> float:
+        """As `rows`, where all lengths are the largest."""
+        longest = self.lengths.max_prompt_tokens
+        prompt = max(longest / self.sharing, SHORTEST_SHARED - 1) if self._shares(longest) else longest
+        return self._most_samples * (prompt + self.lengths.max_new_tokens)
+
+    @property
+    def _most_samples(self) -> int:
+        """Samples of the largest part."""
+        return math.ceil(self.computed / self.parts / self.sharing) * self.sharing
+
+    def _shares(self, prompt_tokens: float) -> bool:
+        """Whether an inference or a training computes a prompt of so many tokens once for neighbouring samples."""
+        in_host_memory, window = self.placed.features.in_host_memory, self.placed.model.sliding_window
+        is_rollout = self.lengths.new_tokens > 0
+        return in_host_memory and is_rollout and prompt_tokens >= SHORTEST_SHARED and window is None
 
     @cached_property
     def cache_turns(self) -> float:
@@ -217,8 +245,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
     def _pass_bytes(self) -> float:
         """An inference, or a forward and a backward pass."""
         placed, model, strategy = self.placed, self.placed.model, self.placed.strategy
-        tokens = self.samples // self.micro_batches * self.lengths.max_tokens
-        logits = self._logits_bytes(tokens)
+        tokens, whole_tokens = self.most_rows, self._most_samples * self.lengths.max_tokens
+        logits = self._logits_bytes(whole_tokens)
         if not self.call.trains:
             return tokens * (activation_elements(model, strategy.tp) * placed.item) + 2 * logits
 
@@ -232,6 +260,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
             sizes = map(len, chunk_layers(model.num_layers, strategy, stage))
             whole = min(size - features.recomputed.count(size) for size in sizes)
             beyond = tokens * beyond_kept_bytes(model, *item_and_tp, whole, features)
+            kept_again = max(repeated_bytes(model, *item_and_tp, layers, features) for layers in in_flight)
+            beyond += (whole_tokens - tokens) * kept_again
             return tokens * kept + (beyond + gradient) + (3 * logits if stage == strategy.pp - 1 else 0)
 
         # The first stage has the most layers and micro-batches in flight, the last one the logits.

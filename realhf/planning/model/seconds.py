@@ -53,7 +53,7 @@ class RankSeconds:
         self.model, self.strategy, self.features = work.placed.model, work.placed.strategy, work.placed.features
         self.work, self.timings, self.crosses = work, timings, crosses
         self.group = TensorGroup(self.strategy.tp, crosses.tensor)
-        self.sequences = work.samples / work.parts  # in one micro-batch
+        self.sequences = work.computed / work.parts  # in one micro-batch
 
     def total_s(self) -> float:
         """The whole call, but one mini-batch of a training."""

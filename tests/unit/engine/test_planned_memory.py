@@ -50,7 +50,13 @@ def test_the_cache(new_tokens: int, samples_per_prompt: int, micro_batches: int)
     _, report = generate(decoder, batch, request)
     lengths = Workload(prompt_tokens=20, new_tokens=new_tokens, samples_per_prompt=samples_per_prompt)
     placed = PlacedModel(config, ONE, "float32", replace(ENGINE, on_gpus=True))
-    work = RankWork(call=GENERATION, samples=8, lengths=lengths, placed=placed, micro_batches=micro_batches)
+    work = RankWork(
+        call=GENERATION,
+        samples=8,
+        lengths=lengths or Workload(prompt_tokens=96),
+        placed=placed,
+        micro_batches=micro_batches,
+    )
     spare = placed.cache_bytes(placed.page_tokens)  # that graphs have
     assert report.cache_bytes == work.kept_cache_bytes() - spare
     if samples_per_prompt > 1 and micro_batches == 1:
@@ -147,14 +153,32 @@ def test_what_training_keeps(family: str, dtype: DType, recomputation: Recomputa
     assert memory.peak_bytes <= planned <= (1.65 if recomputation == "full" else 1.25) * memory.peak_bytes
 
 
-def planned_bytes(config: DecoderConfig, dtype: DType, features: EngineFeatures) -> float:
-    """Of the tensors of a training of 8 sequences of 96 tokens."""
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_a_prompt_that_samples_share_is_planned_once(group: int) -> None:
+    """Of eight sequences of 200 tokens, 160 of them a prompt."""
+    config, generator = tiny(num_layers=5), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(config.vocab_size, (160,), generator=generator) for _ in range(8 // group)]
+    rest = [torch.randint(config.vocab_size, (40,), generator=generator) for _ in range(8)]
+    tokens = [torch.cat([prompts[i // group], rest[i]]) for i in range(8)]
+    batch = Batch(tuple(range(8)), {"tokens": tokens, "in_loss": [torch.arange(200) >= 160] * 8})
+    model = ShardedModel(ModelSpec(config, ONE_RANK, torch.float32, optimizer=OptimizerConfig()))
+    model.initialise(seed=0)
+    with PeakMemory() as memory:
+        model.train_step(batch, "tokens", next_token_loss, trained_tokens, micro_batches=1)
+    lengths = Workload(prompt_tokens=160, new_tokens=40, samples_per_prompt=group)
+    planned = planned_bytes(config, "float32", CPU, lengths)
+    assert memory.peak_bytes <= planned <= 1.25 * memory.peak_bytes
+
+
+def planned_bytes(
+    config: DecoderConfig, dtype: DType, features: EngineFeatures, lengths: Workload | None = None
+) -> float:
+    """Of the tensors of a training of 8 sequences, of 96 tokens where nothing else is said."""
     call = ModelFunctionCallDef(
         model_name="m", model_type=config, interface_type=TRAIN_STEP, interface_impl=InterfaceConfig(), input_data=["x"]
     )
-    workload = Workload(prompt_tokens=96, new_tokens=0, max_prompt_tokens=96, max_new_tokens=0)
     placed = PlacedModel(config, ONE, dtype, features)
-    work = RankWork(call=call, samples=8, lengths=workload, placed=placed, micro_batches=1)
+    work = RankWork(call=call, samples=8, lengths=lengths, placed=placed, micro_batches=1)
     return (work.dynamic_bytes() - WORKER_BYTES) / (1 + HOLES)
 
 

@@ -97,7 +97,29 @@ def test_rows(changes: dict[str, int], features: dict[str, bool], model: Decoder
     """13 tokens of 8 samples; two of four parts' four share a prompt of 8, so that half of these are computed."""
     lengths = Workload(**{"prompt_tokens": 8, "new_tokens": 5, "samples_per_prompt": 2} | changes)
     found = work(TRAIN_STEP, (1, 1, 1), 2, lengths, model=model, **features)
-    assert found.rows == 8 * (13 - (4 if shared else 0))
+    assert found.rows == found.most_rows == 8 * (13 - (4 if shared else 0))
+
+
+def test_rows_at_the_longest() -> None:
+    """Eight samples with prompts of up to 100 tokens, four to each, and up to 7 new ones. Prompts below 8 tokens are
+    not shared: they have as many rows as one of 28 that is."""
+    lengths = Workload(prompt_tokens=50, new_tokens=5, max_prompt_tokens=100, max_new_tokens=7, samples_per_prompt=4)
+    assert work(TRAIN_STEP, (1, 1, 1), 2, lengths, in_host_memory=True).most_rows == 8 * (25 + 7)
+    short = replace(lengths, prompt_tokens=10, max_prompt_tokens=20)
+    assert work(TRAIN_STEP, (1, 1, 1), 2, short, in_host_memory=True).most_rows == 8 * (7 + 7)
+    assert work(TRAIN_STEP, (1, 1, 1), 2, lengths).most_rows == 8 * 107
+
+
+def test_samples_that_are_expected_to_be_computed() -> None:
+    """Of 16 samples, two to a prompt, 6 are expected to be trained on: 3 in each of two parts, which have 4 at most. Of
+    eight parts each has a prompt's two."""
+    lengths = replace(LENGTHS, samples_per_prompt=2)
+    each = [structs.replace(work(TRAIN_STEP, (1, 1, 1), parts, lengths), expected=6) for parts in (2, 8)]
+    assert [found.computed for found in each] == [6, 16]
+    assert [found.rows for found in each] == [3 * 13, 2 * 13]
+    assert [found.most_rows for found in each] == [4 * 13, 2 * 13]
+    assert structs.replace(work(TRAIN_STEP, (1, 1, 1), 1, lengths), expected=99).computed == 16
+    assert work(TRAIN_STEP, (1, 1, 1), 2, lengths).computed == 16
 
 
 @pytest.mark.parametrize(
@@ -323,7 +345,7 @@ def test_bytes_of_an_inference() -> None:
     """Of whole samples in a part, at the longest: one layer's activations, two arrays of logits."""
     lengths = Workload(prompt_tokens=8, new_tokens=5, max_prompt_tokens=10, max_new_tokens=7)
     for (dp, tp, pp), micro_batches in (((1, 1, 1), 1), ((2, 2, 1), 4), ((1, 1, 2), 2), ((1, 1, 1), 3)):
-        tokens = 16 // dp // micro_batches * 17
+        tokens = math.ceil(16 / dp / micro_batches) * 17
         expected = tokens * activation_elements(TINY, tp) * 2 + 2 * tokens * 32 / tp * 4
         found = work(INFERENCE, (dp, tp, pp), micro_batches, lengths, dtype="bfloat16").dynamic_bytes()
         assert found == pytest.approx(expected)
@@ -348,7 +370,7 @@ def test_bytes_of_a_training(
     dp, tp, pp, chunks = strategy
     model, features = replace(TINY, vocab_size=vocab_size, num_layers=num_layers), {"logits_chunk_bytes": None}
     features |= {"recomputation": recomputed.kind, "recomputed_layers": recomputed.layers}
-    engine, tokens = replace(ENGINE, **features), 16 // dp // micro_batches * 13
+    engine, tokens = replace(ENGINE, **features), math.ceil(16 / dp / micro_batches) * 13
 
     def on_stage(stage: int) -> float:
         sizes = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(*strategy), stage)]
