@@ -178,7 +178,7 @@ def planned_bytes(
         model_name="m", model_type=config, interface_type=TRAIN_STEP, interface_impl=InterfaceConfig(), input_data=["x"]
     )
     placed = PlacedModel(config, ONE, dtype, features)
-    work = RankWork(call=call, samples=8, lengths=lengths, placed=placed, micro_batches=1)
+    work = RankWork(call=call, samples=8, lengths=lengths or Workload(prompt_tokens=96), placed=placed, micro_batches=1)
     return (work.dynamic_bytes() - WORKER_BYTES) / (1 + HOLES)
 
 
