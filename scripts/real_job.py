@@ -59,6 +59,8 @@ def main() -> None:
         *("--seed", str(arguments.seed), "--steps", str(arguments.steps), "--batch-size", "256", "--mini-batches", "1"),
         *("--actor.lr", "2e-5", "--actor.schedule", "linear", "--actor.warmup-steps", "3"),
         *("--grpo.max-new-tokens", "16", "--grpo.temperature", "0.7", "--grpo.beta", "0", "--grpo.drop-uniform-groups"),
+        # For the plan: of 32 groups some ten differ in their rewards, and answers have twelve tokens.
+        *("--grpo.groups-per-step", "10", "--grpo.mean-new-tokens", "12"),
     )
     realhf(
         *("evaluate", "--model", str(model), "--model", str(run), "--data", str(held_out), *ANSWERS, *workers),

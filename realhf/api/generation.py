@@ -56,6 +56,13 @@ class GenerationOptions(Settings):
             unit="responses",
         ),
     ] = 1
+    mean_new_tokens: Annotated[
+        float,
+        Option(
+            "tokens that responses are expected to have on average, for the plan's seconds (0: --max-new-tokens)",
+            range=(0, _MAX_TOKENS),
+        ),
+    ] = 0.0
     kv_cache_tokens: Annotated[
         int | None,
         Option(
@@ -83,6 +90,11 @@ class GenerationOptions(Settings):
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise UserError(
                 f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}"
+            )
+        if self.mean_new_tokens and not 1 <= self.mean_new_tokens <= self.max_new_tokens:
+            raise UserError(
+                f"mean_new_tokens={self.mean_new_tokens:g} must be from 1 to max_new_tokens={self.max_new_tokens}, or "
+                "0 where it is not known"
             )
         if not all(self.stop_sequences):
             raise UserError(f"stop_sequences={self.stop_sequences}: an empty sequence stops nothing; leave it out")

@@ -125,14 +125,16 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
     def decode_phases(self) -> tuple[DecodePhase, ...]:
         """The decode steps of a generation, each of all its micro-batches.
 
-        Without a distribution all sequences decode up to the limit. With one, sequences that wait for room, or for the
+        Without a distribution there are steps up to the limit, in which as many sequences run as the mean response
+        says. With one, sequences that wait for room, or for the
         stages of a pipeline, take the places of those that end, so that the batch stays full; the last of them shrink
         to the longest response of all ranks, which the call waits for.
         """
         responses = self.lengths.responses
         if responses is None:
             limit = self.lengths.max_new_tokens
-            return (DecodePhase(self.cache_turns * max(limit - 1, 0), 1.0, limit / 2),)
+            share = (self.lengths.new_tokens - 1) / (limit - 1) if limit > 1 else 1.0
+            return (DecodePhase(self.cache_turns * max(limit - 1, 0), share, limit / 2),)
         rounds = self.parts / self.parts_in_flight
         turns = self.cache_turns * rounds
         at_once = self.samples / turns * self.placed.strategy.dp

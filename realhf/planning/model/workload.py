@@ -97,7 +97,8 @@ def workload_of(
     responses: LengthDistribution | None = None,
 ) -> Workload:
     """How many tokens each call reads and writes, from the data set's `lengths` by key, and the limits of generation,
-    which `new_tokens` replaces. `responses` are cut there; None: all responses are as long as the limit."""
+    which `new_tokens` replaces. `responses` are cut there; None: all responses are as long as the limit, or on average
+    as the calls say (`GenerationOptions.mean_new_tokens`)."""
     generate = [call for call in graph.model_calls.values() if call.generates]
     rollout = _generation(generate[0], lengths, new_tokens, responses) if generate else None
     calls = {}
@@ -122,6 +123,7 @@ def _generation(
     responses: LengthDistribution | None,
 ) -> Workload:
     prompts = lengths[call.input_data[0]]
+    mean = 0.0 if new_tokens or responses else getattr(call.interface_impl, "mean_new_tokens", 0.0)
     new_tokens = new_tokens or getattr(call.interface_impl, "max_new_tokens", None)
     if not isinstance(new_tokens, int):
         raise UserError(
@@ -131,7 +133,7 @@ def _generation(
     responses = responses.capped(new_tokens) if responses else None
     return Workload(
         prompt_tokens=prompts.mean,
-        new_tokens=responses.mean if responses else new_tokens,
+        new_tokens=responses.mean if responses else mean or new_tokens,
         max_prompt_tokens=prompts.longest,
         max_new_tokens=new_tokens,
         prompt_variance=max(prompts.mean_square - prompts.mean**2, 0.0),

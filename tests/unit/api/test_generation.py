@@ -21,6 +21,12 @@ from realhf.base.errors import UserError
         ({"top_p": 0.0}, "top_p 0.0 is not from 1e-09 to 1;"),
         ({"top_p": 1.1}, "top_p 1.1 is not from 1e-09 to 1;"),
         ({"min_new_tokens": 5}, "min_new_tokens=5 must be from 0 to max_new_tokens=4"),
+        (
+            {"mean_new_tokens": 4.5},
+            "mean_new_tokens=4.5 must be from 1 to max_new_tokens=4, or 0 where",
+        ),
+        ({"mean_new_tokens": 0.5}, "mean_new_tokens=0.5 must be from 1 to"),
+        ({"mean_new_tokens": -1.0}, "mean_new_tokens -1.0 is not from 0 to "),
         ({"stop_sequences": ((3,), ())}, "an empty sequence stops nothing"),
         ({"stop_strings": ("a", "")}, "an empty string is in every text; leave it out"),
         ({"stop_strings": ("a",)}, "tokenizer='': no such file, .* give the path of the model's tokenizer.json"),

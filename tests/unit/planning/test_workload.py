@@ -81,6 +81,7 @@ def test_the_longest_response_in_words() -> None:
 @dataclass(frozen=True, kw_only=True)
 class Generates(Stub):
     max_new_tokens: int = 5
+    mean_new_tokens: float = 0.0
     samples_per_prompt: int = 1
     kv_cache_tokens: int | None = None
     decode_graphs: Any = None
@@ -119,6 +120,10 @@ def test_a_generation_reads_prompts_and_writes_up_to_its_limit() -> None:
     assert drawn == replace(expected, new_tokens=4.0, max_new_tokens=7, responses=DRAWN)
     cut = workload_of(graph, PROMPTS, None, DRAWN).calls["m_generate"]
     assert cut == replace(expected, new_tokens=3.5, max_new_tokens=5, responses=LengthDistribution((2, 5), (0.5, 0.5)))
+    shorter = DataflowGraph([of(replace(interface, mean_new_tokens=3.5), GENERATE, "prompt", "seq")], ["prompt"])
+    assert workload_of(shorter, PROMPTS).calls["m_generate"] == replace(expected, new_tokens=3.5)
+    assert workload_of(shorter, PROMPTS, 7).calls["m_generate"] == more, "what is asked stands instead of both"
+    assert workload_of(shorter, PROMPTS, 7, DRAWN).calls["m_generate"] == drawn
     plain = workload_of(DataflowGraph([of(Generates(), GENERATE, "prompt", "seq")], ["prompt"]), PROMPTS)
     assert plain.calls["m_generate"].decode_graphs == DECODE_GRAPHS
     assert plain.calls["m_generate"].kv_cache_tokens is None
