@@ -54,8 +54,10 @@ def main() -> None:
     except UserError as error:
         sys.exit(f"error: {error}")
     run, evaluation = root / "grpo", root / "evaluation"
+    asked = ("--model", str(model), "--data", str(train), *ANSWERS, *workers)
+    realhf("profile", "grpo", *asked, "--only", "memory,products,launches")  # what plans count with, in seconds
     realhf(
-        *("run", "grpo", "--model", str(model), "--data", str(train), *ANSWERS, "--run-dir", str(run), *workers),
+        *("run", "grpo", *asked, "--run-dir", str(run)),
         *("--seed", str(arguments.seed), "--steps", str(arguments.steps), "--batch-size", "256", "--mini-batches", "1"),
         *("--actor.lr", "2e-5", "--actor.schedule", "linear", "--actor.warmup-steps", "3"),
         *("--grpo.max-new-tokens", "16", "--grpo.temperature", "0.7", "--grpo.beta", "0", "--grpo.drop-uniform-groups"),
