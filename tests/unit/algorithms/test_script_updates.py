@@ -1,6 +1,7 @@
 """The updates of scripts on the workers, against gradients worked out from the model's own log-probabilities."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -453,6 +454,7 @@ def test_rows_of_every_kind_as_rollouts() -> None:
     assert [mask.tolist() for mask in as_rollouts(masked, "examples").data["in_loss"]] == [[0, 1], [0]]
     assert as_rollouts(rollouts(), "rollout").ids == (4, 5, 6, 7)
     assert [part.ids for part in divided(rollouts(), [1, 3])] == [(4,), (5, 6, 7)]
+    assert [part.together for part in divided(replace(rollouts(), together=2), [2, 2])] == [2, 2]
 
 
 def preference(chosen: Tensor, rejected: Tensor, batch: Batch) -> Tensor:
