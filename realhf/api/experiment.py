@@ -187,7 +187,8 @@ class Evaluation:
     """Calls on held-out rows before the first step, every `every_steps` steps, and after the last step.
 
     Each call runs in the layout of a call of the same model in the training graph, if possible of the same interface
-    type. All rows of `dataset` are evaluated, each once, in batches of at most `batch_size` samples.
+    type. All rows of `dataset` are evaluated, each once, in batches of at most `batch_size` samples. An experiment has
+    one, or several by name, all with one `every_steps`.
     """
 
     rpcs: Sequence[ModelFunctionCallDef]

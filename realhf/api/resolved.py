@@ -4,6 +4,7 @@ A plan may have rollouts made by older weights in an experiment that asks for no
 model generates, which follows it some steps behind.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,8 +15,9 @@ from realhf.architecture.transformers_config import check_backend
 from realhf.base.errors import UserError
 from realhf.base.numbers import STALENESS, check_range
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef, Split
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.pools import Pool
+from realhf.dataflow.splits import SET_NAME, Split
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +61,23 @@ class ResolvedExperiment:
         return self.source.dataset
 
     @cached_property
-    def evaluation(self) -> Evaluation | None:
-        return getattr(self.source, "evaluation", None)
+    def evaluations(self) -> dict[Split, Evaluation]:
+        """The evaluations by their splits, in the order in which they are made.
+
+        Raises UserError for a name that statistics cannot begin with, and for evaluations at different steps.
+        """
+        made: Evaluation | Mapping[str, Evaluation] | None = getattr(self.source, "evaluation", None)
+        if not isinstance(made, Mapping):
+            return {"evaluation": made} if made else {}
+        for name, one in made.items():
+            if not re.fullmatch(SET_NAME, name):
+                raise UserError(f"evaluation: the name {name!r} has other characters than letters, digits, - and _")
+            if one.every_steps != (first := next(iter(made.values()))).every_steps:
+                raise UserError(
+                    f"evaluation: every_steps={one.every_steps} of {name!r} is not {first.every_steps}, that of "
+                    f"{next(iter(made))!r}; all sets are evaluated after the same steps, so give them one number"
+                )
+        return {f"evaluation/{name}": one for name, one in made.items()}
 
     @cached_property
     def setups(self) -> dict[str, ModelSetup]:
@@ -93,10 +110,10 @@ class ResolvedExperiment:
 
     @cached_property
     def graphs(self) -> dict[Split, DataflowGraph]:
-        """The graph of training, and that of evaluation where there is one."""
+        """The graph of training, and those of evaluations."""
         graphs: dict[Split, DataflowGraph] = {"train": self.graph}
-        if self.evaluation:
-            graphs["evaluation"] = DataflowGraph(self.evaluation.rpcs, self.evaluation.dataset.keys)
+        for split, evaluation in self.evaluations.items():
+            graphs[split] = DataflowGraph(evaluation.rpcs, evaluation.dataset.keys)
         return graphs
 
     def stale(self, staleness: int) -> "ResolvedExperiment":

@@ -39,7 +39,10 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
         for key, found in extent.keys.items()
     }
     for call in graph.calls.values():
-        call.interface_impl.check_columns(extent.columns)
+        try:
+            call.interface_impl.check_columns(extent.columns)
+        except UserError as error:
+            raise UserError(f"data set {extent.path}: {error}") from None
         call.interface_impl.check_nulls(extent.nulls)
         if not call.uses_model:
             continue

@@ -87,7 +87,7 @@ def inputs_of(run: Run) -> dict[str, Files]:
 
 def _read(run: Run) -> Iterator[tuple[str, list[Path], Callable[[Path], str]]]:
     sets = [("data set", run.experiment.dataset)]
-    sets += [("evaluation's data set", run.experiment.evaluation.dataset)] if run.experiment.evaluation else []
+    sets += [(f"{split}'s data set", one.dataset) for split, one in run.experiment.evaluations.items()]
     for what, dataset in sets:
         assert isinstance(dataset, TextDataset | MergedDataset), "workers read no other"
         for part in dataset.parts:

@@ -9,7 +9,7 @@ from realhf.data.merged import MergedDataset
 from realhf.data.row_order import row_of
 from realhf.data.text_dataset import TextDataset
 from realhf.data.tokenizer import Tokens
-from realhf.dataflow.graph import Split
+from realhf.dataflow.splits import Split
 from realhf.rundir.run import Run
 
 # More steps than most runs have in flight; rows of other steps are tokenised again.
@@ -124,7 +124,6 @@ class DatasetRows:
 
 def rows_of(run: Run, split: Split) -> DatasetRows:
     """The rows of a run's data set of this split. Raises UserError where its file cannot be read."""
-    data = run.experiment.evaluation if split == "evaluation" else run.experiment
-    assert data is not None, "there is no evaluation"
+    data = run.experiment if split == "train" else run.experiment.evaluations[split]
     seed = run.experiment.seed if split == "train" else None
     return DatasetRows(data.dataset, seed, run.batch_size(split), run.experiment.graphs[split].samples_per_prompt)

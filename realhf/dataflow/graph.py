@@ -28,8 +28,6 @@ GENERATE = ModelInterfaceType.GENERATE
 INFERENCE = ModelInterfaceType.INFERENCE
 TRAIN_STEP = ModelInterfaceType.TRAIN_STEP
 
-Split = Literal["train", "evaluation"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFunctionCallDef:

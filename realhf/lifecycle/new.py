@@ -17,6 +17,7 @@ from realhf.base.numbers import Bounds, check_fields
 from realhf.data.fit import check_fit, check_replay
 from realhf.data.inputs import keep_inputs
 from realhf.dataflow.plan import load_plan
+from realhf.dataflow.splits import set_name
 from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
 from realhf.lifecycle.request import RunRequest, experiment_of
@@ -91,10 +92,10 @@ def check_experiment(experiment: ResolvedExperiment, batch_size: int | None = No
             "lower it"
         )
     check_fit(graph, extent)
-    if evaluation := experiment.evaluation:
-        size = flags.get("eval_batch_size", ["the evaluation's batch_size"])[0]
-        experiment.graphs["evaluation"].rows_per_step(evaluation.batch_size, size, each)
-        check_fit(experiment.graphs["evaluation"], evaluation.dataset.check())
+    for split, evaluation in experiment.evaluations.items():
+        size = flags.get("eval_batch_size", [f"the {split}'s batch_size"])[0]
+        experiment.graphs[split].rows_per_step(evaluation.batch_size, size, each)
+        check_fit(experiment.graphs[split], evaluation.dataset.check())
     if first := extent.first:
         for call in graph.calls.values():
             call.interface_impl.check_row(*first)
@@ -172,9 +173,10 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
 def data_lines(run: Run) -> list[str]:
     """Descriptions of the data for training and evaluation."""
     said: list[str] = [run.experiment.dataset.describe()]
-    evaluation = run.experiment.evaluation
-    if evaluation and evaluation.dataset is not run.experiment.dataset:
-        said.append(evaluation.dataset.describe())
+    for split, evaluation in run.experiment.evaluations.items():
+        if evaluation.dataset is not run.experiment.dataset:
+            name = f"{split}: " if set_name(split) else ""
+            said.append(f"{name}{evaluation.dataset.describe()}")
     return said
 
 

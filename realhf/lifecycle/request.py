@@ -4,6 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -188,31 +189,36 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
             f"{saved.experiment_file}; give that file"
         )
     before = None if saved is None else saved_experiment(saved, cls, path)
-    start = {} if before is None else {"default": before}
+    start = {} if before is None else {"default": _default(before, words)}
     config = (tyro.conf.AvoidSubcommands,)
     try:
         made = tyro.cli(cls, args=list(words), prog=prog, config=config, add_help=False, **start)
     except SystemExit:
         print(f"the fields: realhf run {path} --help-all", file=sys.stderr)
         raise
-    return ResolvedExperiment(made if before is None else replace(made, **_rewards_given(made, before)))
+    return ResolvedExperiment(made)
+
+
+def _names(words: Sequence[str]) -> Counter[str]:
+    """How often each option is given."""
+    return Counter(word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--"))
 
 
 def _check_data_given_once(words: Sequence[str]) -> None:
-    names = Counter(word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--"))
-    for name, times in names.items():
-        if times > 1 and name.lstrip("-").rpartition(".")[2] in ("data", "eval-data"):
+    for name, times in _names(words).items():
+        if times > 1 and name.lstrip("-").rpartition(".")[2] == "data":
             raise UserError(
                 f"{name} is given {times} times, and takes one value; give a folder, or a pattern of files in quotes, "
                 "such as 'data/*.jsonl'"
             )
 
 
-def _rewards_given(made: Any, before: Any) -> dict[str, Reward]:
-    """Rewards whose functions are given anew: tyro adds a repeated option to its default, which is the saved run's."""
-    found = ((name, value, getattr(before, name)) for name, value in vars(made).items() if isinstance(value, Reward))
-    return {
-        name: replace(now, functions=now.functions[len(was.functions) :])
-        for name, now, was in found
-        if len(now.functions) > len(was.functions)
-    }
+def _default(before: Any, words: Sequence[str]) -> Any:
+    """The fields of a saved run, as defaults of those that words give anew. tyro adds the values of an option that may
+    be repeated to its default, so that these fields begin empty where they are given."""
+    default, given = copy(before), _names(words)
+    for name, value in vars(before).items():
+        if f"--{name.replace('_', '-')}" in given and isinstance(value, Reward | tuple):
+            # No experiment is made of it: as one it might be refused, without what is to come.
+            object.__setattr__(default, name, replace(value, functions=()) if isinstance(value, Reward) else ())
+    return default

@@ -10,9 +10,10 @@ from msgspec.structs import replace
 
 from realhf.base.errors import RunError
 from realhf.data.rows import DatasetRows
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef, Split
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of, models_needed, with_loads
 from realhf.dataflow.plan import CallPlan
+from realhf.dataflow.splits import Split
 from realhf.geometry.layout import Layout
 from realhf.master.data import DataDirectory, Partition, dataset_sequences, division, length_key, partition
 from realhf.master.moves import Moves, SendRequest

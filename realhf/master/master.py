@@ -13,8 +13,8 @@ from realhf.base.files import writing_a_run
 from realhf.data.inputs import check_inputs
 from realhf.data.rows import DatasetRows, rows_of
 from realhf.dataflow.copies import with_copies
-from realhf.dataflow.graph import Split
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
+from realhf.dataflow.splits import Split, statistic_name
 from realhf.master.clocks import WorkerClocks
 from realhf.master.drift import DriftWatch, reported_calls
 from realhf.master.early_stop import EarlyStop, Verdict
@@ -330,14 +330,31 @@ class Master:
             )
 
     async def _evaluate(self, step: int) -> None:
-        run, graph = self._run, self._run.experiment.graphs.get("evaluation")
-        if graph is None:
+        found: dict[str, float] = {}
+        completions: dict[Split, list[Completion]] = {}
+        for split in self._run.experiment.evaluations:
+            made = await self._evaluate_on(split, step)
+            if made is None:
+                return  # the run ends; the evaluation is left to the run that resumes
+            found |= {statistic_name(split, name): value for name, value in made[0].items()}
+            completions[split] = made[1]
+        if not completions:
             return
-        self._recorder.set(f"evaluation after step {step}")
-        calls = {name: run.call_plan("evaluation", call) for name, call in graph.calls.items()}
-        rows = rows_of(run, "evaluation")
+        self._statistics |= found
+        line = {"step": step, **found}
+        append_line(self._directory.evaluations, line)
+        self._trackers.evaluation(line)
+        for split, of_set in completions.items():
+            self._record_samples(step, split, of_set)
+
+    async def _evaluate_on(self, split: Split, step: int) -> tuple[dict[str, float], list[Completion]] | None:
+        """The statistics and completions of one evaluation set after `step`; None where the run ends before."""
+        run, graph = self._run, self._run.experiment.graphs[split]
+        self._recorder.set(f"{split} after step {step}")
+        calls = {name: run.call_plan(split, call) for name, call in graph.calls.items()}
+        rows = rows_of(run, split)
         planned = PlannedGraph(
-            "evaluation", graph, calls, run.homes, rows.batch_size, rows, run.plan.offload,
+            split, graph, calls, run.homes, rows.batch_size, rows, run.plan.offload,
             versions=lambda model, _: run.experiment.graph.weights_version(model, step),
             trained_steps=step, devices_per_node=run.spec.devices_per_node,
         )  # fmt: skip
@@ -346,19 +363,13 @@ class Master:
         completions: list[Completion] = []
 
         def add(batch: int, records: list[CallRecord]) -> None:
-            self._recorder.set(f"evaluation after step {step}: {batch + 1} of {rows.batches} batches")
+            self._recorder.set(f"{split} after step {step}: {batch + 1} of {rows.batches} batches")
             stats.extend(record.stats for record in records)
             made, first = (each for record in records for each in record.completions), rows.first_sample(batch)
             completions.extend(replace(each, sample=first + each.sample) for each in made)
 
-        if not await self._dispatcher.run_steps(planned, order, 1, add):
-            return  # the run ends; the evaluation is left to the run that resumes
-        found = means(added_up(stats))
-        self._statistics |= found
-        line = {"step": step, **found}
-        append_line(self._directory.evaluations, line)
-        self._trackers.evaluation(line)
-        self._record_samples(step, "evaluation", completions)
+        is_whole = await self._dispatcher.run_steps(planned, order, 1, add)
+        return (means(added_up(stats)), completions) if is_whole else None
 
     async def _receive(self) -> None:
         while True:

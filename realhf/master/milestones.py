@@ -16,8 +16,9 @@ class Milestones:
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic):
         self._steps: int = run.experiment.steps
-        self._evaluates = run.experiment.evaluation is not None
-        self._evaluation_every = run.experiment.evaluation.every_steps if run.experiment.evaluation else None
+        evaluations = list(run.experiment.evaluations.values())
+        self._evaluates = bool(evaluations)
+        self._evaluation_every = evaluations[0].every_steps if evaluations else None  # all have one number
         self._save_every = run.spec.checkpoint_every_steps
         minutes = run.spec.checkpoint_every_minutes
         self._save_after_s = math.inf if minutes is None else 60.0 * minutes

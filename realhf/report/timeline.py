@@ -13,7 +13,7 @@ WAITING = "waiting"
 BESIDE = "beside"  # calls that occupy no device
 STEPS_SHOWN = 2
 
-_EVALUATION_MARK = " of evaluation batch "
+_EVALUATION = re.compile(rf".+ of {EVALUATION}\S* batch \d+")
 _EVENT_NAME = re.compile(r"(?P<call>.+) of step (?P<step>\d+)")
 
 
@@ -128,7 +128,7 @@ def _describe(span: TraceEvent) -> tuple[str, str]:
     if name is not None:
         call, step = name
         return span.cat, f"{call}, step {step}"
-    is_evaluating = span.cat == "compute" and _EVALUATION_MARK in span.name
+    is_evaluating = span.cat == "compute" and _EVALUATION.fullmatch(span.name) is not None
     return EVALUATION if is_evaluating else span.cat, span.name
 
 

@@ -13,7 +13,7 @@ from realhf.base.files import open_regular
 from realhf.base.shown import visible
 
 # A worker's activity while it executes a request, such as "actor_generate of step 3: compute".
-_REQUEST = re.compile(r"(?P<call>[^ ,]+) of (?P<batch>step|evaluation batch) (?P<number>\d+): \w+")
+_REQUEST = re.compile(r"(?P<call>[^ ,]+) of (?P<batch>step|evaluation\S* batch) (?P<number>\d+): \w+")
 
 
 def start_logging(process: str, activity: Callable[[], str] = lambda: "", stream: IO[str] | None = None) -> None:

@@ -19,9 +19,10 @@ from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned, read_bytes
 from realhf.base.numbers import check_range
 from realhf.base.options import EVALUATION, Common, Option, check_options
-from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, Split
+from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, load_plan
+from realhf.dataflow.splits import Split, set_name
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
@@ -223,9 +224,8 @@ class Run:
     plan: ExecutionPlan
 
     def batch_size(self, split: Split) -> int:
-        """Samples of a step, or of a batch of the evaluation."""
-        evaluation = self.experiment.evaluation if split == "evaluation" else None
-        return evaluation.batch_size if evaluation else self.experiment.settings.batch_size
+        """Samples of a step, or of a batch of an evaluation."""
+        return (self.experiment.settings if split == "train" else self.experiment.evaluations[split]).batch_size
 
     @cached_property
     def homes(self) -> dict[str, Layout]:
@@ -311,28 +311,37 @@ class Run:
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
         self._check_record()
         self._check_early_stop()
-        if evaluation := self.experiment.evaluation:
-            graph, batch_size = self.experiment.graphs["evaluation"], self.batch_size("evaluation")
-            most, rows = graph.rows_per_step(batch_size, "the evaluation's batch_size"), evaluation.dataset.check().rows
+        for split, evaluation in self.experiment.evaluations.items():
+            graph, batch_size = self.experiment.graphs[split], evaluation.batch_size
+            most, rows = graph.rows_per_step(batch_size, f"the {split}'s batch_size"), evaluation.dataset.check().rows
             least = rows // -(-rows // most) * graph.samples_per_prompt
             for call in graph.calls.values():
-                layout = self.call_plan("evaluation", call).layout
+                layout = self.call_plan(split, call).layout
                 call.check_protocol(layout)
                 parts = call.parts(layout)
                 if least < parts:
                     what = "dp" if parts == layout.strategy.dp else f"parts of {call.protocol.name}"
                     raise UserError(
-                        f"{call.name}: {what}={parts} is more than the samples of the evaluation's smallest batch, "
+                        f"{call.name}: {what}={parts} is more than the samples of the {split}'s smallest batch, "
                         f"{least} ({rows} rows, batch_size={batch_size}); evaluate more rows, in larger batches "
                         "(--eval-batch-size), or give a plan with other layouts"
                     )
 
     def _check_early_stop(self) -> None:
-        evaluation = self.experiment.evaluation
-        if self.spec.stop_early is not None and (evaluation is None or not evaluation.every_steps):
+        asked, evaluations = self.spec.stop_early, self.experiment.evaluations
+        if asked is None:
+            return
+        if not any(one.every_steps for one in evaluations.values()):
             raise UserError(
-                f"--stop-early {self.spec.stop_early} compares the evaluations of a run, and this one makes none while "
-                "it trains; give --eval-data and --eval-every-steps, or leave it out"
+                f"--stop-early {asked} compares the evaluations of a run, and this one makes none while it trains; "
+                "give --eval-data and --eval-every-steps, or leave it out"
+            )
+        statistic, names = asked.removeprefix("min:"), [set_name(split) for split in evaluations]
+        if any(names) and statistic.partition("/")[0] not in names:
+            known = ", ".join(f"{name}/{statistic}" for name in names)
+            raise UserError(
+                f"--stop-early {asked}: {statistic!r} names none of the evaluation sets before the statistic; with "
+                f"sets that have names, choose from {known}"
             )
 
     def _check_record(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from realhf.base.files import decode_json
-from realhf.dataflow.graph import Split
+from realhf.dataflow.splits import Split
 from realhf.rewards.details import NO_DETAILS, RewardDetails
 from realhf.rundir.lines import Step, append_line, read_lines, read_spread
 
@@ -46,8 +46,8 @@ class StepSamples:
 
 
 def title_of(what: Sample | StepSamples) -> str:
-    """Such as "step 3", or "evaluation after step 3"."""
-    return f"step {what.step}" if what.split == "train" else f"evaluation after step {what.step}"
+    """Such as "step 3", "evaluation after step 3", or "evaluation/NAME after step 3"."""
+    return f"step {what.step}" if what.split == "train" else f"{what.split} after step {what.step}"
 
 
 def sample_line(line: bytes) -> Sample:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from realhf.architecture.decoding import GraphLife
-from realhf.dataflow.graph import Split
 from realhf.dataflow.interface import SampleDType
+from realhf.dataflow.splits import Split
 from realhf.geometry.layout import Layout
 from realhf.rewards.details import NO_DETAILS, RewardDetails
 
@@ -18,14 +18,14 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class BatchKey(msgspec.Struct, frozen=True, array_like=True):
-    """The global batch of one step of training, or one batch of the evaluation rows."""
+    """The global batch of one step of training, or one batch of the rows of an evaluation set."""
 
     split: Split
     step: Count
 
     def __str__(self) -> str:
         """For people: counted from 1."""
-        return f"step {self.step + 1}" if self.split == "train" else f"evaluation batch {self.step + 1}"
+        return f"step {self.step + 1}" if self.split == "train" else f"{self.split} batch {self.step + 1}"
 
 
 class KeyMetadata(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from realhf.data.rows import rows_of
-from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelInterfaceType, Split
+from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelInterfaceType
+from realhf.dataflow.splits import Split
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult
@@ -255,7 +256,7 @@ class ModelWorker:
     def _context(self, request: CallFunction, definition: ModelFunctionCallDef) -> CallContext:
         split = request.batch.split
         return CallContext(
-            seed=self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0),
+            seed=self._run.experiment.seed + (0 if split == "train" else EVALUATION_SEED_OFFSET),
             step=request.batch.step,
             share=batch_share(definition, request.layout, self._groups),
             batch_size=self._readers[split].samples(request.batch.step),

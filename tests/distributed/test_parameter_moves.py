@@ -9,8 +9,9 @@ import torch
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.resolved import ResolvedExperiment
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, Split
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.splits import Split
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.engine.residency.residency import Where

@@ -158,7 +158,8 @@ def write_trl_files(folder: Path) -> None:
     wrong = [[{"role": "assistant", "content": "I do not know."}]] * len(asked)
     prompts = {"prompt": user, "answer": [answer for _, answer in asked]}
     Dataset.from_dict(prompts).to_json(folder / "train.jsonl")
-    Dataset.from_dict(prompts).select(range(8)).to_json(folder / "test.jsonl")
+    for name, count in (("test", 8), ("hard", 5)):
+        Dataset.from_dict(prompts).select(range(count)).to_json(folder / f"{name}.jsonl")
     chats = [one + other for one, other in zip(user, assistant, strict=True)]
     Dataset.from_dict({"messages": chats}).to_json(folder / "chats.jsonl")
     Dataset.from_dict({"prompt": user, "chosen": assistant, "rejected": wrong}).save_to_disk(folder / "pairs")
@@ -234,8 +235,12 @@ def test_commands(
         assert 0 <= line["share with digits"] <= 1
         assert line["reward_brief"] == 0, "before the first step"
         samples = [json.loads(line) for line in (run / "samples.jsonl").open()]
-        assert {sample["split"] for sample in samples} == {"train", "evaluation"}
+        assert {sample["split"] for sample in samples} == {"train", "evaluation/easy", "evaluation/hard"}
         assert all(sample["details"]["notes"]["length"] >= 0 for sample in samples)
-        last = [json.loads(line) for line in (run / "evaluations.jsonl").open()][-1]
-        assert last["step"] == 1
-        assert last["reward_brief"] < 0, "after the last step the weight is 1"
+        assert cli.main([*words[1:], *small(words[1:]), "--resume", "--steps", "2"]) == 0
+        first, middle, last = (json.loads(line) for line in (run / "evaluations.jsonl").open())
+        assert [line["step"] for line in (first, middle, last)] == [0, 1, 2]
+        of_set = [{name.partition("/")[2] for name in first if name.startswith(f"{one}/")} for one in ("easy", "hard")]
+        assert of_set[0] == of_set[1] > {"reward_brief", "reward_accuracy"}
+        assert first.keys() == middle.keys() == last.keys()
+        assert last["easy/reward_brief"] < 0, "after the last step the weight is 1"

@@ -38,6 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(16)]
     write(folder / "train.jsonl", rows)
     write(folder / "odd.jsonl", [{"asked": row["prompt"], "answer": row["answer"]} for row in rows])
+    write(folder / "bare.jsonl", [{"prompt": row["prompt"]} for row in rows])
     write(folder / "long.jsonl", [*rows[:5], {"prompt": "word " * 3000, "answer": ""}, *rows[6:]])
     write(folder / "chats.jsonl", [{"messages": [{"role": "user", "content": "Hello"}], "answer": ""}] * 16)
     (folder / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"\n')
@@ -81,7 +82,7 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     "no data": ({"--data": None}, "name its file: --data FILE"),
     "no such data": (
         {"--data": "nowhere.jsonl"},
-        r"nowhere.jsonl: no such .*\(the folder has broken.jsonl, chats.jsonl, ",
+        r"nowhere.jsonl: no such .*\(the folder has bare.jsonl, broken.jsonl, ",
     ),
     "data with a typo": ({"--data": "trian.jsonl"}, "trian.jsonl: no such file .*; did you mean train.jsonl\\?"),
     "data in no folder": ({"--data": "data/train.jsonl"}, "there is no folder data; correct the path"),
@@ -96,9 +97,18 @@ MISTAKES: dict[str, tuple[dict[str, str | None], str]] = {
     "no template": ({"--data": "chats.jsonl", "--model": "base"}, "no chat template .*give one with --chat-template"),
     "no such evaluation data": ({"--eval-data": "nowhere.jsonl"}, "nowhere.jsonl: no such file or directory"),
     "an evaluation without data": ({"--eval-every-steps": "5"}, "--eval-every-steps 5 evaluates held-out rows.* none"),
-    "data given twice": (
-        {"--eval_data": "a.jsonl", "--eval-data": "b.jsonl"},
-        "--eval-data is given 2 times.*folder",
+    "data given twice": ({"--data=a.jsonl": "--grpo.mask-truncated"}, "--data is given 2 times.*folder"),
+    "evaluation sets of one name": (
+        {"--eval_data": "train.jsonl", "--eval-data": "other/train.jsonl"},
+        "two sets are called 'train', train.jsonl and other/train.jsonl; name each of them: --eval-data NAME=other",
+    ),
+    "an evaluation set without a column": (
+        {"--eval_data": "easy=train.jsonl", "--eval-data": "bare=bare.jsonl"},
+        "data set bare.jsonl: reward correct .*asks for 'answer', and the data have no such column: they have prompt",
+    ),
+    "no such second evaluation set": (
+        {"--eval_data": "easy=train.jsonl", "--eval-data": "hard=nowhere.jsonl"},
+        "nowhere.jsonl: no such file or directory",
     ),
     "no such task": (
         {"--data": "reasoning-gym:chain_sun", "--reward": None},

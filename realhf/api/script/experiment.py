@@ -20,6 +20,7 @@ from realhf.api.model_source import ModelSource, model_source
 from realhf.api.script.config import Distributions
 from realhf.api.script.data import ScriptData
 from realhf.api.script.functions import load
+from realhf.api.script.held_out import held_out_sets
 from realhf.api.script.lines import ScriptError
 from realhf.api.script.models import READING, ScriptModel
 from realhf.api.script.reward import Reward, models_of_rewards
@@ -69,13 +70,14 @@ class ScriptExperiment:
         str, Common("tokenizer.json or its directory (default: that of the model)", metavar="DIR", group=DATA)
     ] = ""
     eval_data: Annotated[
-        str,
+        tuple[str, ...],
         Common(
-            "held-out rows, whose rewards or losses are measured before the first step and at the end",
-            metavar="FILE",
+            "held-out rows, whose rewards or losses are measured before the first step and at the end; may be repeated",
+            metavar="[NAME=]FILE",
             group=EVALUATION,
         ),
-    ] = ""
+        tyro.conf.UseAppendAction,
+    ] = ()
     eval_every_steps: Annotated[
         int | None, Common("evaluate every N steps too", group=EVALUATION, range=(1, 10**9), unit="steps")
     ] = None
@@ -98,8 +100,8 @@ class ScriptExperiment:
             raise UserError(
                 f"{type(self).__name__} trains nothing and evaluates --data; leave --steps and --eval-data out"
             )
-        if self.eval_data:
-            load(_CHECK_HELD_OUT)(self._first_data.data, self.eval_data)
+        for path in self._held_out.values():
+            load(_CHECK_HELD_OUT)(self._first_data.data, path)
         if self.eval_every_steps is not None and not self.eval_data:
             raise UserError(
                 f"--eval-every-steps {self.eval_every_steps} evaluates held-out rows, and there are none; give "
@@ -137,15 +139,16 @@ class ScriptExperiment:
         return merged
 
     @cached_property
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> Evaluation | Mapping[str, Evaluation] | None:
         if self.evaluates_only():
             return Evaluation(rpcs=self.rpcs, dataset=self.dataset, batch_size=self.batch_size)
-        if not self.eval_data:
-            return None
+        made = {name: self._evaluation_on(path) for name, path in self._held_out.items()}
+        return made.get("", made or None)
+
+    def _evaluation_on(self, path: str) -> Evaluation:
         name, *_ = self._of_kind(ScriptData)
-        held_out = dataclasses.replace(self._first_data, data=self.eval_data)
-        dataset = held_out.dataset(name, self._tokenizer)
-        calls = self._trace(is_evaluation=True).measured(dataset.keys)
+        dataset = dataclasses.replace(self._first_data, data=path).dataset(name, self._tokenizer)
+        calls = self._trace(held_out=path).measured(dataset.keys)
         if not calls:
             raise UserError(
                 f"--eval-data: no call of {type(self).__name__} can be measured on {name!r} alone; leave it out"
@@ -181,6 +184,11 @@ class ScriptExperiment:
     def _rewards(self, data: str) -> dict[str, Reward]:
         """By parameter the rewards; one without functions and a model has those of the task that `data` names."""
         return {name: reward.with_default(load(_REWARDS)(data)) for name, reward in self._of_kind(Reward).items()}
+
+    @cached_property
+    def _held_out(self) -> dict[str, str]:
+        """By name the paths of held-out rows; "" is the name of an only set without one."""
+        return held_out_sets(self.eval_data)
 
     @cached_property
     def _sources(self) -> dict[str, ModelSource]:
@@ -238,18 +246,19 @@ class ScriptExperiment:
         first, *others = dict.fromkeys([*given, *tokenizer.end_tokens]) or [-1]
         return EndTokens(first, tuple(others))
 
-    def _trace(self, *, is_evaluation: bool = False) -> Trace:
+    def _trace(self, *, held_out: str = "") -> Trace:
+        """The calls of training, or of an evaluation on `held_out`."""
         heads = {name: model.HEAD for name, model in self._models.items()}
         trace = Trace(
             {name: self._sources[name].architecture.with_head(head) for name, head in heads.items()},
             self.mini_batches,
             self._tokenizer,
             self._end_tokens,
-            is_evaluation,
+            bool(held_out),
             self.eval_temperature,
         )
         script = type(self).SCRIPT
-        rewards = self._rewards(self.eval_data if is_evaluation else self._first_data.data)
+        rewards = self._rewards(held_out or self._first_data.data)
         arguments: dict[str, Any] = {}
         for name in inspect.signature(script).parameters:
             match value := self._models.get(name, rewards.get(name, getattr(self, name))):

@@ -37,7 +37,7 @@ def test_the_graph_is_valid_and_the_defaults_are_the_recipes(data_dir, name, ste
     assert (experiment.steps, experiment.settings.batch_size) == (steps, batch_size)
     graph = experiment.graph
     assert set(experiment.setups) == set(graph.models)
-    evaluation = experiment.evaluation
+    evaluation = experiment.evaluations["evaluation"]
     evaluated = DataflowGraph(evaluation.rpcs, evaluation.dataset.keys)
     for model, config in evaluated.models.items():
         assert graph.models[model] == config

@@ -1,11 +1,12 @@
 """Copies of trained models generate where a plan says how old their weights may be."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 
 from experiments.ppo import PPOExperiment
-from realhf.api import Pool
+from realhf.api import Evaluation, Pool
 from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow
@@ -72,6 +73,21 @@ def test_what_cannot_be_stale() -> None:
         _ = ResolvedExperiment(PPO, 65).graph
 
 
+def test_evaluations_have_their_names_and_one_rhythm() -> None:
+    one = Evaluation(rpcs=[], dataset=PPO.dataset, batch_size=4, every_steps=2)
+
+    def splits(evaluation: object) -> list[str]:
+        return list(ResolvedExperiment(SimpleNamespace(evaluation=evaluation)).evaluations)
+
+    assert splits(None) == []
+    assert splits(one) == ["evaluation"]
+    assert splits({"hard": one, "math-500": one}) == ["evaluation/hard", "evaluation/math-500"]
+    with pytest.raises(UserError, match="evaluation: the name 'a/b' has other characters than letters"):
+        splits({"a/b": one})
+    with pytest.raises(UserError, match=r"every_steps=5 of 'b' is not 2, that of 'a'; all sets .* one number"):
+        splits({"a": one, "b": replace(one, every_steps=5)})
+
+
 def test_each_part_is_asked_for_and_derived_once() -> None:
     asked: list[str] = []
 
@@ -83,7 +99,7 @@ def test_each_part_is_asked_for_and_derived_once() -> None:
     experiment = ResolvedExperiment(Asked(batch_size=8, evaluate=False))
     for _ in range(2):
         assert experiment.graph.models.keys() == experiment.setups.keys()
-        assert (experiment.settings.batch_size, experiment.evaluation, [*experiment.graphs]) == (8, None, ["train"])
+        assert (experiment.settings.batch_size, experiment.evaluations, [*experiment.graphs]) == (8, {}, ["train"])
         assert experiment.calls
         assert experiment.dataset
         assert experiment.stale(0) is experiment

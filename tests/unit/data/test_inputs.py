@@ -61,7 +61,7 @@ def run(tmp_path: Path, checkpoint: Path) -> Any:
             dataset=dataset,
             steps=5,
             setups=setups,
-            evaluation=SimpleNamespace(dataset=held_out),
+            evaluations={"evaluation": SimpleNamespace(dataset=held_out)},
             graphs={"train": SimpleNamespace(calls={"score": rule})},
         ),
         spec=SimpleNamespace(resume_step=0, replay=str(tmp_path / "rollouts")),
@@ -213,7 +213,7 @@ def test_what_a_run_reads_by_what_it_is_for(run: Any, directory: RunDirectory, t
     }
     assert list(found["data set"]) == [f"{tmp_path}/data/a.jsonl", f"{tmp_path}/data/b.jsonl"]
     assert list(found["replayed step 2"]) == [f"{tmp_path}/rollouts/step-2/actor_generate-0.safetensors"]
-    run.experiment.evaluation = None
+    run.experiment.evaluations = {}
     run.spec.replay = ""
     small = [name for name in found if "evaluation" not in name and "replayed" not in name]
     assert list(inputs_of(run)) == small

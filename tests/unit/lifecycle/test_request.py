@@ -89,9 +89,10 @@ def test_where_it_runs_may_stand_at_the_experiment(tmp_path: Path) -> None:
         where()
 
 
-def test_a_resumed_run_may_be_given_its_rewards_again(tmp_path: Path) -> None:
+def test_a_resumed_run_may_be_given_its_rewards_and_evaluation_sets_again(tmp_path: Path) -> None:
     """An option that may be repeated adds to its default, but not to what the run began with."""
     words = ("--model", "model", "--data", "data.jsonl", "--reward", "a.py:first", "--reward", "b.py:second=2")
+    words += ("--eval-data", "easy=a.jsonl", "--eval-data", "hard=b.jsonl", "--eval-every-steps", "2")
     path = str(ready_file("grpo"))
     values = msgspec.to_builtins(experiment_of(path, words).source)
     saved = RunSpec(
@@ -104,5 +105,5 @@ def test_a_resumed_run_may_be_given_its_rewards_again(tmp_path: Path) -> None:
     )
     for given in ((), words):
         assert msgspec.to_builtins(experiment_of(path, given, saved).source) == values
-    other = experiment_of(path, ("--reward", "c.py:third"), saved).source
-    assert other.reward.functions == ("c.py:third",)
+    other = experiment_of(path, ("--reward", "c.py:third", "--eval-data", "c.jsonl"), saved).source
+    assert (other.reward.functions, other.eval_data) == (("c.py:third",), ("c.jsonl",))

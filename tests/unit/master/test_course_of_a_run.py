@@ -50,9 +50,9 @@ class Course:
         given |= {"stop_early_patience": 2, "stop_early_gain": 0.0}
         self.values = spec.pop("values", {})  # of the statistic "right" in evaluations, by step
         given |= {"checkpoint_every_steps": None, "checkpoint_every_minutes": None, **spec}
-        evaluation = None if evaluate == () else SimpleNamespace(every_steps=evaluate)
+        evaluations = {} if evaluate == () else {"evaluation": SimpleNamespace(every_steps=evaluate)}
         self.run: Any = SimpleNamespace(
-            spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=STEPS, evaluation=evaluation)
+            spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=STEPS, evaluations=evaluations)
         )
         self.run.deadlines, self.run.initial_steps = Deadlines(), {}
 
@@ -98,7 +98,7 @@ class Course:
             self.story.append(f"step {step + 1}")
 
     async def _evaluate(self, step: int) -> None:
-        if self.run.experiment.evaluation and not self.master._dispatcher._ends_soon:
+        if self.run.experiment.evaluations and not self.master._dispatcher._ends_soon:
             append_line(
                 self.directory.evaluations, {"step": step, **({"right": self.values[step]} if self.values else {})}
             )

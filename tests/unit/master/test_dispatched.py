@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Split
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallCompute, CallPlan
+from realhf.dataflow.splits import Split
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master import loop
 from realhf.master.data import DataDirectory

@@ -54,7 +54,7 @@ class Ended:
         }
         run: Any = SimpleNamespace(
             spec=SimpleNamespace(**spec, tensorboard=False, wandb_project=None),
-            experiment=SimpleNamespace(steps=7), evaluation=None, deadlines=Deadlines(), initial_steps={},
+            experiment=SimpleNamespace(steps=7), deadlines=Deadlines(), initial_steps={},
         )  # fmt: skip
         clock = Clock()
         loop = asyncio.SelectorEventLoop(clock)

@@ -105,7 +105,7 @@ def end_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     given = {"num_workers": 3, "resume_step": 0, "call_timeout_s": 600.0, "setup_timeout_s": 3600.0, **spec}
     given |= {"tensorboard": False, "wandb_project": None, "stop_early": None, "drift_threshold": 1.5}
     run: Any = SimpleNamespace(
-        spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7, evaluation=None, graphs={})
+        spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7, evaluations={}, graphs={})
     )
     run.deadlines, run.initial_steps = Deadlines(), {}
     clock = Clock()
@@ -352,7 +352,7 @@ def test_the_best_by_a_statistic_that_nothing_makes(
     )  # fmt: skip
     plan = ExecutionPlan(num_devices=1, calls={})
     run: Any = SimpleNamespace(
-        spec=spec, plan=plan, experiment=SimpleNamespace(graph=ppo_graph(), steps=7, evaluation=None)
+        spec=spec, plan=plan, experiment=SimpleNamespace(graph=ppo_graph(), steps=7, evaluations={})
     )
     run.deadlines, run.initial_steps = Deadlines(), {}
     directory.evaluations.write_text('{"step":0,"accuracy":0.5}\n')

@@ -12,8 +12,8 @@ def milestones_of(now: list[float], steps: int, **given: Any) -> Milestones:
     spec = SimpleNamespace(
         checkpoint_every_steps=given.get("save"), checkpoint_every_minutes=given.get("minutes"), resume_step=0
     )
-    evaluation = SimpleNamespace(every_steps=given["evaluate"]) if "evaluate" in given else None
-    run: Any = SimpleNamespace(experiment=SimpleNamespace(steps=steps, evaluation=evaluation), spec=spec)
+    evaluations = {"evaluation": SimpleNamespace(every_steps=given["evaluate"])} if "evaluate" in given else {}
+    run: Any = SimpleNamespace(experiment=SimpleNamespace(steps=steps, evaluations=evaluations), spec=spec)
     return Milestones(run, clock=lambda: now[0])
 
 

@@ -15,8 +15,9 @@ from realhf.data import sort_task
 from realhf.data.datasets import SFTDataset
 from realhf.data.rows import DatasetRows
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Split
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest
+from realhf.dataflow.splits import Split
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master import master as master_module
 from realhf.master.loop import CallRecord, PlannedGraph
@@ -106,7 +107,7 @@ def run_of(dataset: SFTDataset | None = None, **changes: Any) -> Any:
         experiment_file="", experiment_class="", values={}, working_directory="", num_workers=3, devices_per_node=2,
         resume_step=4,
     )  # fmt: skip
-    graphs = {"train": GRAPH, **({"evaluation": EVALUATION} if "evaluation" in changes else {})}
+    graphs = {"train": GRAPH, **dict.fromkeys(changes.get("evaluations", ()), EVALUATION)}
     given = {
         "spec": msgspec.structs.replace(spec, **changes.pop("spec", {})),
         "plan": ExecutionPlan(
@@ -120,7 +121,7 @@ def run_of(dataset: SFTDataset | None = None, **changes: Any) -> Any:
         ),
         "batch_size": lambda _: 4,
         "experiment": SimpleNamespace(
-            graph=GRAPH, graphs=graphs, steps=9, seed=5, dataset=dataset, evaluation=changes.pop("evaluation", None)
+            graph=GRAPH, graphs=graphs, steps=9, seed=5, dataset=dataset, evaluations=changes.pop("evaluations", {})
         ),
         "homes": {"actor": ZERO, "reference": ZERO},
         "deadlines": Deadlines(),
@@ -270,10 +271,12 @@ EVALUATION = DataflowGraph(
 )
 
 
-def evaluated(directory: RunDirectory, dataset: SFTDataset, dispatcher: Any) -> tuple[Master, Told]:
+def evaluated(
+    directory: RunDirectory, dataset: SFTDataset, dispatcher: Any, splits: Sequence[Split] = ("evaluation",)
+) -> tuple[Master, Told]:
     """The evaluation after step 6, in batches of at most 4: three of 3 for nine rows."""
     evaluation = SimpleNamespace(dataset=dataset, batch_size=4, every_steps=None)
-    run = run_of(dataset, evaluation=evaluation)
+    run = run_of(dataset, evaluations=dict.fromkeys(splits, evaluation))
     master, told = master_of(run, directory)
     master._dispatcher, master._statistics = dispatcher, {"loss": 1.0, "reward": 9.0}
     asyncio.run(master._evaluate(6))
@@ -316,6 +319,49 @@ def test_an_evaluation_is_the_mean_over_all_its_batches(directory: RunDirectory,
     assert (planned.rows.seed, planned.rows.batch_size) == (None, 4)
     assert planned.rows.tokens(0, [0, 2]) == DatasetRows(dataset, None, 4).tokens(0, [0, 2])
     assert (planned.samples(0), planned.samples(2)) == (3, 3)
+
+
+EASY: Split = "evaluation/easy"
+HARD: Split = "evaluation/hard"
+
+
+def test_several_evaluation_sets_are_one_line_and_samples_of_their_own(
+    directory: RunDirectory, dataset: SFTDataset
+) -> None:
+    stats = {EASY: (3.0, 4.0), HARD: (1.0, 4.0)}
+
+    class BySet(Planned):
+        async def run_steps(self, planned: PlannedGraph, *others: Any) -> bool:
+            made = record(0, "judge_inference", stats={"reward": stats[planned.split]}, completions=(completion(2),))
+            self._ends = ((0, [made]),)
+            return await super().run_steps(planned, *others)
+
+    dispatcher: Any = BySet()
+    master, told = evaluated(directory, dataset, dispatcher, (EASY, HARD))
+    line = {"step": 6, "easy/reward": 0.75, "hard/reward": 0.25}
+    assert json.loads(directory.evaluations.read_text()) == line
+    assert told.evaluations == [line]
+    assert master._statistics == {"loss": 1.0, "reward": 9.0, "easy/reward": 0.75, "hard/reward": 0.25}
+    assert told.texts == [[sample(6, 2, EASY)], [sample(6, 2, HARD)]]
+    assert [json.loads(text)["split"] for text in directory.samples.read_text().splitlines()] == [EASY, HARD]
+    assert [planned.split for planned, *_ in dispatcher.asked] == [EASY, HARD]
+    activity = read_activity(directory.activity("master"))
+    assert activity is not None
+    assert activity.text == "evaluation/hard after step 6: 1 of 3 batches"
+
+
+def test_a_second_set_that_is_cut_off_leaves_nothing_of_the_first(directory: RunDirectory, dataset: SFTDataset) -> None:
+    class CutOff(Planned):
+        async def run_steps(self, planned: PlannedGraph, *others: Any) -> bool:
+            await super().run_steps(planned, *others)
+            return planned.split == EASY
+
+    made = record(0, "judge_inference", stats={"reward": (3.0, 4.0)}, completions=(completion(2),))
+    master, told = evaluated(directory, dataset, CutOff((0, [made])), (EASY, HARD))
+    assert (told.evaluations, told.texts) == ([], [])
+    assert not directory.evaluations.exists()
+    assert not directory.samples.exists()
+    assert master._statistics == {"loss": 1.0, "reward": 9.0}
 
 
 def test_an_evaluation_that_the_end_of_the_run_cuts_off_is_not_recorded(

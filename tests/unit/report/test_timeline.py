@@ -60,12 +60,18 @@ def test_neighbouring_steps_only() -> None:
 
 def test_other_steps_evaluations_and_checkpoints_in_the_time_shown() -> None:
     events = [*step_events(0, 0.0), *step_events(1, 2.0), event("critic_train_step", 7, 0, 3.6, 5.0)]
-    events += [event("actor_accuracy", 0, 0, 1.6, 1.7), event("actor_accuracy", 0, 0, 1.5, 1.6, "reallocation")]
+    of_set = {**event("actor_accuracy", 0, 0, 1.65, 1.7), "name": "actor_accuracy of evaluation/easy batch 1"}
+    events += [
+        event("actor_accuracy", 0, 0, 1.6, 1.65),
+        of_set,
+        event("actor_accuracy", 0, 0, 1.5, 1.6, "reallocation"),
+    ]
     events += [{**event("x", 0, 0, 1.8, 2.0, "checkpoint"), "name": "checkpoints/step-1"}]
     events += [event("actor_generate", 0, 0, 0.1, 1.9, phase) for phase in ("writing", "sending")]  # beside the rest
     timeline = timeline_of(events)
-    between = [("reallocation", 1.5, 1.6), ("evaluation", 1.6, 1.7), ("waiting", 1.7, 1.8), ("checkpoint", 1.8, 2.0)]
-    assert rows(timeline, 0)[3:7] == between
+    between = [("reallocation", 1.5, 1.6), ("evaluation", 1.6, 1.65), ("evaluation", 1.65, 1.7)]
+    between += [("waiting", 1.7, 1.8), ("checkpoint", 1.8, 2.0)]
+    assert rows(timeline, 0)[3:8] == between
     assert rows(timeline, 0)[-1] == ("compute", 3.6, 3.75)  # cut at the end of the steps shown
     assert [s.label for s in timeline.segments if s.phase == "checkpoint"] == ["checkpoints/step-1"]
 

@@ -27,6 +27,7 @@ def as_before() -> Iterator[None]:
         ("actor_generate of step 3: compute", "step=3 call=actor_generate "),
         ("critic_train_step of step 12: reallocation", "step=12 call=critic_train_step "),
         ("reward_inference of evaluation batch 2: transfer", "evaluation_batch=2 call=reward_inference "),
+        ("score of evaluation/math-500 batch 2: beside", "evaluation/math-500_batch=2 call=score "),
         ("waiting, after actor_generate of step 3: compute", ""),
         ("setup: model actor", ""),
         ("/runs/a/checkpoints/.step-2.part: checkpoint", ""),

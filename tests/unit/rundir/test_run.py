@@ -2,6 +2,8 @@
 
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,15 +167,21 @@ def test_an_evaluation_call_takes_the_layout_of_the_call_most_like_it() -> None:
         evaluation_twin(graph, call("judge", GENERATE, ["prompt"], name="accuracy"))
 
 
-def run_of(plan: ExecutionPlan, num_workers: int, evaluation_batch_size: int = 4) -> Run:
-    """A run of one training call, evaluated by one generation of seven rows; only what `Run.check` reads."""
-    dataset = SimpleNamespace(keys=("x",), check=lambda: SimpleNamespace(rows=7))
+def run_of(plan: ExecutionPlan, num_workers: int, evaluation_batch_size: int = 4, names: Sequence[str] = ()) -> Run:
+    """A run of one training call, evaluated by one generation of seven rows, or for each of `names` by one of as many
+    rows as the name has letters; only what `Run.check` reads."""
+
+    def rows_of(rows: int) -> Any:
+        return SimpleNamespace(keys=("x",), check=lambda: SimpleNamespace(rows=rows))
+
+    dataset = rows_of(7)
     evaluation = Evaluation(
         rpcs=[call("m", GENERATE, ["x"], name="accuracy")],
         dataset=dataset,
-        batch_size=evaluation_batch_size,  # type: ignore[arg-type]
+        batch_size=evaluation_batch_size,
+        every_steps=1,  # type: ignore[arg-type]
     )
-
+    sets = {name: replace(evaluation, dataset=rows_of(len(name))) for name in names}
     spec = RunSpec(
         experiment_file="",
         experiment_class="",
@@ -182,7 +190,7 @@ def run_of(plan: ExecutionPlan, num_workers: int, evaluation_batch_size: int = 4
         num_workers=num_workers,
         devices_per_node=4,
     )
-    experiment = SimpleNamespace(rpcs=[call("m", TRAIN_STEP, ["x"])], dataset=dataset, evaluation=evaluation)
+    experiment = SimpleNamespace(rpcs=[call("m", TRAIN_STEP, ["x"])], dataset=dataset, evaluation=sets or evaluation)
     setattr(experiment, SETTINGS_ATTRIBUTE, AutoSettings(batch_size=8))
     return Run(spec, ResolvedExperiment(experiment), plan)
 
@@ -216,12 +224,35 @@ def test_an_evaluation_batch_that_leaves_a_rank_without_samples() -> None:
         run_of(TWO, num_workers=2, evaluation_batch_size=1).check()
 
 
+def test_each_evaluation_set_is_checked_under_its_name() -> None:
+    run_of(TWO, num_workers=2, names=["easy", "hard"]).check()
+    with pytest.raises(UserError, match=r"more than the samples of the evaluation/h's smallest batch, 1 \(1 rows,"):
+        run_of(TWO, num_workers=2, names=["easy", "h"]).check()
+
+
+def test_early_stopping_names_the_set_whose_statistic_it_takes() -> None:
+    def check(statistic: str, *names: str) -> None:
+        run_of(TWO, num_workers=2, names=names).changed(stop_early=statistic).check()
+
+    check("reward")
+    check("share of a/b")
+    check("hard/reward", "easy", "hard")
+    check("min:easy/loss", "easy")
+    for statistic in ("reward", "harder/reward"):
+        with pytest.raises(
+            UserError, match=rf"'{statistic}' names none of the .*from easy/{statistic}, hard/{statistic}$"
+        ):
+            check(f"min:{statistic}", "easy", "hard")
+
+
 def test_an_evaluation_batch_of_broken_groups() -> None:
     class Several(Nothing):
         samples_per_prompt = 4
 
     run = run_of(TWO, num_workers=2, evaluation_batch_size=6)
-    run.experiment.evaluation.rpcs[0] = call("m", GENERATE, ["x"], name="accuracy", interface_impl=Several())
+    run.experiment.evaluations["evaluation"].rpcs[0] = call(
+        "m", GENERATE, ["x"], name="accuracy", interface_impl=Several()
+    )
     with pytest.raises(UserError, match="samples_per_prompt=4 does not divide the evaluation's batch_size=6"):
         run.check()
 
@@ -231,7 +262,9 @@ def test_an_interface_without_an_implementation() -> None:
         implementation = "no_such_module:Absent"
 
     run = run_of(TWO, num_workers=2)
-    run.experiment.evaluation.rpcs[0] = call("m", GENERATE, ["x"], name="accuracy", interface_impl=Absent())
+    run.experiment.evaluations["evaluation"].rpcs[0] = call(
+        "m", GENERATE, ["x"], name="accuracy", interface_impl=Absent()
+    )
     with pytest.raises(UserError, match="accuracy: Absent is implemented in a module 'no_such_module', which is not"):
         run.check()
 

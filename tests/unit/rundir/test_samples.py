@@ -25,9 +25,10 @@ def test_what_was_appended_is_read_step_by_step(tmp_path: Path) -> None:
     assert read_samples(path, []) == []
     append_samples(path, [sample(0, split="evaluation")])
     append_samples(path, [sample(1, 3), sample(1, 8, "c\n\x1b")])
-    append_samples(path, [sample(1, split="evaluation")])
+    append_samples(path, [sample(1, split="evaluation/hard"), sample(1, split="evaluation/easy")])
     found = read_samples(path, [])
-    assert [title_of(each) for each in found] == ["evaluation after step 0", "step 1", "evaluation after step 1"]
+    titles = ["evaluation after step 0", "step 1", "evaluation/hard after step 1", "evaluation/easy after step 1"]
+    assert [title_of(each) for each in found] == titles
     assert found[1].samples == (sample(1, 3), sample(1, 8, "c\n\x1b"))
 
 
@@ -35,7 +36,9 @@ def test_the_line_is_the_one_of_the_documentation() -> None:
     line = b'{"step": 1, "sample": 17, "split": "train", "prompt": "p", "response": "r", "reward": 1.0}'
     assert sample_line(line) == Sample(step=1, sample=17, split="train", prompt="p", response="r", reward=1.0)
     assert sample_line(line.replace(b"1.0", b"null")).reward is None
-    for wrong in (line.replace(b"17", b"-1"), line.replace(b"train", b"test"), line[:-1]):
+    named = line.replace(b"train", b"evaluation/math-500")
+    assert sample_line(named).split == "evaluation/math-500"
+    for wrong in (line.replace(b"17", b"-1"), line.replace(b"train", b"test"), line[:-1], named.replace(b"-", b"<")):
         with pytest.raises(BadContentError):
             sample_line(wrong)
 

