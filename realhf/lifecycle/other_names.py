@@ -74,7 +74,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "eval-steps": "give --eval-every-steps N",
     "test-freq": "give --eval-every-steps N",
     "logging-steps": "every step is written to metrics.jsonl",
-    "report-to": "give --tensorboard, or --wandb PROJECT",
+    "report-to": "give --tensorboard, --wandb PROJECT or --trackio PROJECT",
     "bf16": "give --dtype bfloat16",
     "fp16": "give --dtype bfloat16 or float32; float16 is not there",
     "gradient-checkpointing": "the plan chooses recomputation; {recomputation} fixes it",

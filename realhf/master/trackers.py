@@ -1,5 +1,6 @@
-"""A run's metrics for TensorBoard and Weights & Biases, beside metrics.jsonl."""
+"""A run's metrics for TensorBoard, Weights & Biases and trackio, beside metrics.jsonl."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
@@ -65,31 +66,56 @@ def _detailed(sample: Sample) -> dict[str, Scalar]:
     return {**{f"reward_{name}": value for name, value in of.rewards.items()}, **of.columns, **of.notes}
 
 
-class WeightsAndBiases:
-    """A run of `project` on the server that wandb is set up for; WANDB_MODE=offline writes only files to `folder`."""
+class LoggedRun:
+    """A run of a library with wandb's interface: `run.log` takes numbers and tables."""
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
-        import wandb  # an optional extra
-
-        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config))
+    def __init__(self, library: Any, run: Any):
+        self._library, self._run = library, run
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def write_samples(self, name: str, step: int, samples: Sequence[Sample]) -> None:
-        import wandb
-
         details = [_detailed(sample) for sample in samples]
         names = list(dict.fromkeys(chain(*details)))
         rows = [
             [s.sample, s.prompt, s.response, s.reward, *map(of.get, names)]
             for s, of in zip(samples, details, strict=True)
         ]
-        table = wandb.Table(columns=["sample", "prompt", "response", "reward", *names], data=rows)
+        table = self._library.Table(columns=["sample", "prompt", "response", "reward", *names], data=rows)
         self._run.log({name: table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def weights_and_biases(project: str, folder: Path, config: Mapping[str, Any]) -> LoggedRun:
+    """A run of `project` on the server that wandb is set up for; WANDB_MODE=offline writes only files to `folder`."""
+    import wandb  # an optional extra
+
+    return LoggedRun(wandb, wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config)))
+
+
+def trackio_run(project: str, folder: Path, config: Mapping[str, Any], resume_step: int) -> LoggedRun:
+    """A run of `project` in trackio's database on this machine; nothing is sent. One that resumes goes on with the
+    newest run of its name, in which steps that are made again then stand twice."""
+    library, resume = _trackio(), "allow" if resume_step else "never"
+    quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+    run = library.init(project=project, name=folder.name, config=dict(config), resume=resume, **quiet)
+    return LoggedRun(library, run)
+
+
+def _trackio() -> Any:
+    """The library, without the network: it would ask Hugging Face for the name of a user who has a token."""
+    offline = "HF_HUB_OFFLINE"  # read when huggingface_hub is imported; other processes are to start without it
+    is_given = offline in os.environ
+    os.environ.setdefault(offline, "1")
+    try:
+        import trackio  # an optional extra
+    finally:
+        if not is_given:
+            del os.environ[offline]
+    return trackio
 
 
 class Trackers:
@@ -100,7 +126,9 @@ class Trackers:
         if spec.tensorboard:
             self._trackers.append(TensorBoard(folder / "tensorboard", spec.resume_step))
         if spec.wandb_project is not None:
-            self._trackers.append(WeightsAndBiases(spec.wandb_project, folder, spec.values))
+            self._trackers.append(weights_and_biases(spec.wandb_project, folder, spec.values))
+        if spec.trackio_project is not None:
+            self._trackers.append(trackio_run(spec.trackio_project, folder, spec.values, spec.resume_step))
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Takes a line of metrics.jsonl."""
@@ -136,13 +164,31 @@ def step_values(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def check_trackers(spec: RunSpec) -> None:
-    """Raises UserError if a tracker's library is not installed; the launcher asks before anything starts."""
+    """Raises UserError if a tracker's library is not installed, or is set up for something else than the options ask
+    for; the launcher asks before anything starts."""
     for option, library, is_asked in (
         ("--tensorboard", "tensorboardX", spec.tensorboard),
         ("--wandb", "wandb", spec.wandb_project is not None),
+        ("--trackio", "trackio", spec.trackio_project is not None),
     ):
         if is_asked and find_spec(library) is None:
             raise UserError(
                 f"{option} needs the package {library}, which is not installed; "
                 f"install it with `pip install {library}`, or leave the option out"
+            )
+    if spec.trackio_project is not None:
+        _check_trackio(spec.trackio_project)
+
+
+def _check_trackio(project: str) -> None:
+    """Raises UserError for a name that trackio refuses, and where it would send metrics elsewhere."""
+    try:
+        _trackio().SQLiteStorage.validate_project_name(project)
+    except ValueError as error:
+        raise UserError(f"--trackio {project}: {error} Give the project another name") from None
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        if os.environ.get(name):
+            raise UserError(
+                f"{name}={os.environ[name]} has trackio send metrics there, and --trackio {project} writes them on "
+                f"this machine alone; unset {name}, and copy the project with `trackio sync` when the run has ended"
             )

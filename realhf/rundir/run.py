@@ -184,7 +184,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     samples: Annotated[
         int,
         Common(
-            "write N completions of each step with their rewards to samples.jsonl (0: none)",
+            "write N completions of each step, with rewards, to samples.jsonl (0: none)",
             range=(0, MAX_SAMPLES),
             unit="samples",
             group=RECORDS,
@@ -195,6 +195,15 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Common(
             "send metrics to this project of Weights & Biases too", flag="--wandb", metavar="PROJECT", group=RECORDS
+        ),
+    ] = None
+    trackio_project: Annotated[
+        str | None,
+        Common(
+            "write metrics to this project of trackio on this machine too",
+            flag="--trackio",
+            metavar="PROJECT",
+            group=RECORDS,
         ),
     ] = None
     format: str = FORMAT

@@ -18,7 +18,7 @@ _OF_SBATCH = {
 # The variables that the processes of a run need where `--export=NONE` is the rule. No variable that may hold a secret:
 # the script is a file.
 _NEEDED = re.compile(
-    r"PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX|HOME|USER|LOGNAME|LANG|LC_ALL|XDG_\w+_HOME"
+    r"PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|CONDA_PREFIX|HOME|USER|LOGNAME|LANG|LC_ALL|XDG_\w+_HOME|TRACKIO_DIR"
     r"|(REALHF|HF|TORCH|NCCL|GLOO|UCX|CUDA|OMP)_\w+"
 )
 _NOT_KEPT = re.compile(

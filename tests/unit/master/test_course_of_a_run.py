@@ -46,7 +46,7 @@ class Course:
         self.unsaved = spec.pop("unsaved", 0)  # checkpoints after so many steps cannot be written
         self.at: list[tuple[float, Callable[[], object]]] = []
         given: dict[str, Any] = {"num_workers": 2, "resume_step": 0, "setup_timeout_s": 60.0, "drift_threshold": 1.5}
-        given |= {"tensorboard": False, "wandb_project": None, "stop_early": None}
+        given |= {"tensorboard": False, "wandb_project": None, "trackio_project": None, "stop_early": None}
         given |= {"stop_early_patience": 2, "stop_early_gain": 0.0}
         self.values = spec.pop("values", {})  # of the statistic "right" in evaluations, by step
         given |= {"checkpoint_every_steps": None, "checkpoint_every_minutes": None, **spec}

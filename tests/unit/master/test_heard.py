@@ -53,7 +53,7 @@ class Ended:
             "stop_early": None,
         }
         run: Any = SimpleNamespace(
-            spec=SimpleNamespace(**spec, tensorboard=False, wandb_project=None),
+            spec=SimpleNamespace(**spec, tensorboard=False, wandb_project=None, trackio_project=None),
             experiment=SimpleNamespace(steps=7), deadlines=Deadlines(), initial_steps={},
         )  # fmt: skip
         clock = Clock()

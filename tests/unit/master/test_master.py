@@ -103,7 +103,8 @@ def failure_of(directory: RunDirectory, script: Script, **spec: float) -> str:
 
 def end_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     given = {"num_workers": 3, "resume_step": 0, "call_timeout_s": 600.0, "setup_timeout_s": 3600.0, **spec}
-    given |= {"tensorboard": False, "wandb_project": None, "stop_early": None, "drift_threshold": 1.5}
+    given |= {"tensorboard": False, "wandb_project": None, "trackio_project": None}
+    given |= {"stop_early": None, "drift_threshold": 1.5}
     run: Any = SimpleNamespace(
         spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7, evaluations={}, graphs={})
     )

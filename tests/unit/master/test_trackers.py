@@ -1,5 +1,8 @@
 """Metrics for other viewers: what each is told, what TensorBoard's files hold, and a library that is not there."""
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,9 +70,12 @@ def test_no_tracker_needs_no_library(tmp_path: Path) -> None:
     [
         ({"tensorboard": True}, r"--tensorboard needs the package tensorboardX.* `pip install tensorboardX`"),
         ({"wandb_project": "ppo"}, r"--wandb needs the package wandb"),
+        ({"trackio_project": "ppo"}, r"--trackio needs the package trackio.* `pip install trackio`"),
     ],
 )
 def test_a_library_that_lacks_is_named(asked: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = SimpleNamespace(validate_project_name=lambda name: None)
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(SQLiteStorage=storage))
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     check_trackers(spec())
     with pytest.raises(UserError, match=message):
@@ -78,27 +84,45 @@ def test_a_library_that_lacks_is_named(asked: dict[str, Any], message: str, monk
     check_trackers(spec(**asked))
 
 
-def test_weights_and_biases_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+QUIET = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+CONFIG = {"name": "first", "config": {"steps": 4}}
+
+
+@pytest.mark.parametrize(
+    ("library", "asked", "begun"),
+    [
+        ("wandb", {"wandb_project": "ppo"}, CONFIG | {"project": "ppo", "dir": "runs/first"}),
+        ("trackio", {"trackio_project": "ppo"}, CONFIG | {"project": "ppo", "resume": "never", **QUIET}),
+        (
+            "trackio",
+            {"trackio_project": "ppo", "resume_step": 2},
+            CONFIG | {"project": "ppo", "resume": "allow", **QUIET},
+        ),
+    ],
+)
+def test_libraries_of_one_interface_are_told_the_same(
+    library: str, asked: dict[str, Any], begun: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a stand-in for the library, which follows its documentation."""
     told: list[Any] = []
     run = SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("finish"))
 
-    def init(*, project: str, name: str, dir: str, config: dict[str, Any]) -> SimpleNamespace:
-        told.append((project, name, dir, config))
+    def init(**named: Any) -> SimpleNamespace:
+        told.append(named)
         return run
 
     def table(*, columns: list[str], data: list[list[Any]]) -> dict[str, Any]:
         return {"columns": columns, "data": data}
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=table))
-    tracked = Trackers(spec(wandb_project="ppo"), tmp_path / "first")
+    monkeypatch.setitem(sys.modules, library, SimpleNamespace(init=init, Table=table))
+    tracked = Trackers(spec(**asked), Path("runs/first"))
     tracked.evaluation({"step": 0, "accuracy": 0.25})
     tracked.step(LINE)
     tracked.samples([])
     tracked.samples(SAMPLES)
     tracked.close()
     assert told == [
-        ("ppo", "first", str(tmp_path / "first"), {"steps": 4}),
+        begun,
         (0, {"evaluation/accuracy": 0.25}),
         (3, VALUES),
         (
@@ -112,6 +136,58 @@ def test_weights_and_biases_is_told_the_same(tmp_path: Path, monkeypatch: pytest
         ),
         "finish",
     ]
+
+
+TRACKIO = """
+import json, os, sys
+reached = []
+watched = ("socket.connect", "socket.bind", "socket.getaddrinfo", "subprocess.Popen")
+sys.addaudithook(lambda event, _: reached.append(event) if event in watched else None)
+from tests.unit.master.test_trackers import LINE, SAMPLES, Trackers, check_trackers, Path, spec
+from realhf.base.errors import UserError
+for resume_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+    check_trackers(asked := spec(trackio_project="ppo", resume_step=resume_step))
+    tracked = Trackers(asked, Path("runs/first"))
+    if not resume_step:
+        tracked.evaluation({"step": 0, "easy/accuracy": 0.25})
+        tracked.samples(SAMPLES)
+    for step in steps:
+        tracked.step(LINE | {"step": step, "loss": step / 4 + resume_step})
+    tracked.close()
+said = []
+for name, variable in (("registry-a", ""), ("ppo", "TRACKIO_SPACE_ID")):
+    os.environ[variable or "NOTHING"] = "me/space"
+    try:
+        check_trackers(spec(trackio_project=name))
+    except UserError as error:
+        said.append(str(error))
+import trackio
+[run] = trackio.Api().runs("ppo")
+from trackio.sqlite_storage import SQLiteStorage
+logs = SQLiteStorage.get_logs("ppo", run_id=run.id)
+seen = [reached, "HF_HUB_OFFLINE" in os.environ, run.name, run.config, logs, said]
+print(json.dumps(seen), file=sys.stderr)
+"""
+
+
+def test_trackio_reads_the_numbers_without_a_network(tmp_path: Path) -> None:
+    """The real library, in a process of its own: it takes its folder from the environment when it is imported."""
+    pytest.importorskip("trackio", reason="trackio is not installed; `pip install trackio`")
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_TOKEN": "hf_token"}
+    environment = {name: value for name, value in environment.items() if name != "HF_HUB_OFFLINE"}
+    done = subprocess.run([sys.executable, "-c", TRACKIO], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    reached, is_offline, name, config, logs, said = json.loads(done.stderr.splitlines()[-1])
+    assert (reached, is_offline, name, config["steps"]) == ([], False, "first", 4)
+    numbers = [(line["step"], line.get("train/loss"), line.get("evaluation/easy/accuracy")) for line in logs]
+    assert numbers == [
+        *[(0, None, 0.25), (3, None, None), (1, 0.25, None), (2, 0.5, None), (3, 0.75, None)],
+        *[(3, 2.75, None), (4, 3.0, None)],
+    ]
+    first, second = logs[1]["samples/train"]["_value"]
+    assert (first["response"], first["reward_right"], second["reward"]) == ("**ab**\n<img>", 0.5, None)
+    assert "names beginning with 'registry-' are reserved" in said[0]
+    assert "TRACKIO_SPACE_ID=me/space has trackio send metrics there" in said[1]
 
 
 def read_by_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
