@@ -9,7 +9,7 @@ import tyro
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.script.experiment import ScriptExperiment
-from realhf.base.options import Common, Option, OptionField, declarations
+from realhf.base.options import EVALUATION, TRAINING, Common, Option, OptionField, declarations
 
 Names = tuple[str, ...]
 # The fields of scripts that one without training has no use for.
@@ -27,13 +27,17 @@ def flags_of(cls: type[Any]) -> Mapping[str, list[str]]:
 
 def experiment_fields(cls: type[Any]) -> Iterator[OptionField]:
     """The fields of an experiment's dataclass that a command line can set, by the names that tyro gives them. Those of
-    optimizers are left out for models that the script only reads, and those of training where it only evaluates."""
+    optimizers are left out for models that the script only reads, and those of training where it only evaluates; what
+    is left stands there under the heading of evaluation."""
     is_script = issubclass(cls, ScriptExperiment)
     untrained = cls.untrained() if is_script else frozenset[str]()
-    unused = _OF_TRAINING if is_script and cls.evaluates_only() else ()
+    evaluates_only = is_script and cls.evaluates_only()
+    unused = _OF_TRAINING if evaluates_only else ()
     of_optimizer = {one.name for one in fields(OptimizerConfig)} | {"with_optimizer"}
     for path, one in _within(cls):
         if path[0] not in unused and not (path[0] in untrained and path[-1] in of_optimizer):
+            if evaluates_only and one.option.group == TRAINING:
+                one = replace(one, option=replace(one.option, group=EVALUATION))
             yield one
 
 

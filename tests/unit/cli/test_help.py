@@ -116,6 +116,13 @@ def test_a_model_from_a_checkpoint_has_no_architecture() -> None:
     assert "--architecture" not in shown("run", "grpo", "--model", "somewhere", "--help-all")
 
 
+def test_an_evaluation_is_no_training() -> None:
+    sections = dict(re.findall(r"^(\w.*):\n((?:  .*\n)+)", shown("evaluate", "--help-all"), re.MULTILINE))
+    assert {"--seed", "--batch-size", "--dtype"} <= {*options(sections["evaluation"])}
+    assert "training" not in sections
+    assert "training" in dict(re.findall(r"^(\w.*):\n((?:  .*\n)+)", shown("run", "grpo", "--help"), re.MULTILINE))
+
+
 def test_a_launcher_shows_its_options_where_it_is_chosen(tmp_path: Path) -> None:
     assert "--partition" not in shown("run", "--help-all")
     assert "--partition" in shown("run", "--launcher", "slurm", "--help")
