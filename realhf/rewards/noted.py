@@ -12,8 +12,10 @@ from realhf.rewards.values import as_number, shown
 MAX_COLUMNS = 16
 _LONGEST_NAME, _LONGEST_TEXT = 64, 2000
 _INT64 = range(-(2**63), 2**63)
-# Statistics of the rewards themselves begin with this.
+# Statistics of the rewards themselves begin with this, and what stands beside a sample for each function.
 _TAKEN = "reward_"
+# Columns that every table of samples has.
+_OF_SAMPLES = ("sample", "prompt", "response", "reward")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,14 @@ class Noted:
         self._metrics.setdefault(name, []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Notes one value for each sample of the call. Raises ValueError if there are not as many."""
+        """Notes one value for each sample of the call. Raises ValueError if there are not as many, or for a name
+        that is taken."""
         _check_name("log_extra", column)
+        if column in _OF_SAMPLES or column.startswith(_TAKEN):
+            raise ValueError(
+                f"log_extra({column!r}, ...): tables of samples have columns {', '.join(_OF_SAMPLES)} and {_TAKEN}NAME "
+                "already; choose another name"
+            )
         values = list(values)
         if len(values) != len(self.samples):
             raise ValueError(

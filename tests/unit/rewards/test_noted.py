@@ -80,6 +80,9 @@ def test_what_cannot_be_logged() -> None:
                 log(name, value)  # type: ignore[arg-type,operator]
     with pytest.raises(ValueError, match="names with reward_ are of the rewards"):
         noted.log_metric("reward_total", 1.0)
+    for column in ("sample", "prompt", "response", "reward", "reward_total"):
+        with pytest.raises(ValueError, match=rf"log_extra\('{column}', ...\): tables of samples have columns"):
+            noted.log_extra(column, [1, 2])
     with pytest.raises(ValueError, match="must be finite"):
         noted.log_metric("a", math.nan)
     with pytest.raises(BadValueError, match=r"'high' \(str\)"):
