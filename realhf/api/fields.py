@@ -1,17 +1,27 @@
 """The fields of an experiment as the options that set them on a command line."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import tyro
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.script.experiment import ScriptExperiment
+from realhf.base.errors import UserError
 from realhf.base.options import EVALUATION, TRAINING, Common, Option, OptionField, declarations
 
 Names = tuple[str, ...]
+# A word that may be the name of a field, neither quoted nor part of a path or an option, and whether a value follows:
+# `=value`, or the number that a range excludes. Options that are on or off take no "=True".
+_FIELD = re.compile(
+    r"(?<![\w./'\"`-])(?P<name>[a-z]\w*)(?![\w/'\"`-]|\.\w)"
+    r"(?P<value>=True\b|(?==[^=])|(?= (?:-?[\d.]+(?:e[-+]?\d+)?|nan|-?inf) is not ))?"
+)
 # The fields of scripts that one without training has no use for.
 _OF_TRAINING = ("steps", "mini_batches", "eval_data", "eval_every_steps", "eval_batch_size", "eval_temperature")
 
@@ -23,6 +33,36 @@ def flags_of(cls: type[Any]) -> Mapping[str, list[str]]:
         plain = one.flag.replace("[no-]", "")
         found.setdefault(plain.rpartition(".")[2].removeprefix("--").replace("-", "_"), []).append(plain)
     return found
+
+
+@contextmanager
+def named_as_typed(cls: type[Any], words: Sequence[str] = ()) -> Iterator[None]:
+    """Has a UserError call the fields of the experiment as `as_typed` does."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (as_typed(str(error), cls, words),)
+        raise
+
+
+def as_typed(text: str, cls: type[Any], words: Sequence[str] = ()) -> str:
+    """The text with the options that set an experiment's fields in place of their names. A name that several fields
+    have, or that checkpoints have too, stands for those that the `words` of a command line give; else it stays."""
+    given = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    options = {}
+    for name, flags in flags_of(cls).items():
+        is_one = len(flags) == 1 and not flags[0].startswith("--architecture.")
+        options[name] = flags[0] if is_one else " or ".join(flag for flag in flags if flag in given)
+    return _FIELD.sub(partial(_option, options), text)
+
+
+def _option(options: Mapping[str, str], found: re.Match[str]) -> str:
+    """What stands in place of a word. A word without "_", such as "beta", is a name only where a message begins with it
+    and a value, or `where: ` stands before it and the number that a range excludes."""
+    before, behind = found.string[: found.start()], found.string[found.end() :]
+    begins = not before or (before.endswith(": ") and behind.startswith(" "))
+    is_name = "_" in found["name"] or (begins and found["value"] is not None)
+    return (is_name and options.get(found["name"])) or found[0]
 
 
 def experiment_fields(cls: type[Any]) -> Iterator[OptionField]:

@@ -86,7 +86,7 @@ class GenerationOptions(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.temperature != 0:
-            check_range("temperature, where it is not 0 (the most likely token),", self.temperature, 1e-6, 1e6)
+            check_range("temperature", self.temperature, 1e-6, 1e6, "or 0 (the most likely token)")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise UserError(
                 f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}"

@@ -29,7 +29,7 @@ class Command(argparse.ArgumentParser):
         self._headings = {title: self.add_argument_group(title) for title in HEADINGS if takes_fields}
         self._headings["options"] = self._optionals
         self._action_groups.append(self._action_groups.pop(1))  # the options behind these headings
-        self._declared: dict[argparse.Action, Option] = {}
+        self.declared: dict[argparse.Action, Option] = {}
 
     def add(self, flag: str, option: Option, said: str = "", **settings: Any) -> None:
         """Adds an option, with further `settings` of `argparse.ArgumentParser.add_argument`. `said`: what the help says
@@ -43,12 +43,12 @@ class Command(argparse.ArgumentParser):
         if said:
             text = f"{text[:-1]}; {said})" if text.endswith(")") else f"{text} ({said})".lstrip()
         action = self._headings[title].add_argument(flag, help=text.replace("%", "%%"), **settings)
-        self._declared[action] = option
+        self.declared[action] = option
 
     def end_with_help(self) -> None:
         """Adds the options that show the help. The last ones, so that they stand behind what a command does."""
         self._optionals.add_argument(*HELP, action="store_true", default=argparse.SUPPRESS, help="show this help")
-        if not all(isinstance(option, Common) for option in self._declared.values()):
+        if not all(isinstance(option, Common) for option in self.declared.values()):
             text = "show all options; this help has the common ones"
             self._optionals.add_argument(HELP_ALL, action="store_true", default=argparse.SUPPRESS, help=text)
 
@@ -64,7 +64,7 @@ class Command(argparse.ArgumentParser):
 
     def help_text(self, *, shows_all: bool, without: Collection[str] = ()) -> str:
         """The help: the common options, or all, but those under the headings `without`."""
-        for action, option in self._declared.items():
+        for action, option in self.declared.items():
             if option.group in without or not (shows_all or isinstance(option, Common)):
                 action.help = argparse.SUPPRESS
         return self.format_help()

@@ -2,11 +2,12 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE
-from realhf.api.fields import experiment_fields
+from realhf.api.fields import as_typed, experiment_fields
 from realhf.base.options import RANDOM_WEIGHTS, OptionField
 from realhf.cli import WITH_EXPERIMENT, parser
 from realhf.cli.command import HELP, HELP_ALL, Command, launcher_heading
@@ -55,7 +56,8 @@ def _describe(command: Command, path: str, cls: type) -> None:
 def _add_fields(command: Command, cls: type) -> None:
     for one in experiment_fields(cls):
         if not command.has(one.flag):
-            command.add(one.flag, one.option, default_text(one), **_shown(one))
+            option = replace(one.option, documentation=as_typed(one.option.documentation, cls))
+            command.add(one.flag, option, default_text(one), **_shown(one))
 
 
 def _shown(one: OptionField) -> dict[str, Any]:

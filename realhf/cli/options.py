@@ -25,7 +25,7 @@ def add_options(command: Command, of: type, *, group: str = "", shows_all: bool 
     given leave nothing among the parsed arguments."""
     for name, one in options_in(of).items():
         kind = Common if shows_all else type(one.option)
-        option = kind(one.option.documentation, group=group or one.option.group)
+        option = kind(one.option.documentation, group=group or one.option.group, range=one.option.range)
         said = defaults.get(name, default_text(one))
         command.add(one.flag, option, said, default=argparse.SUPPRESS, **_settings(one))
 

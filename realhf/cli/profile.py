@@ -64,6 +64,11 @@ def queueing() -> dict[str, type[Launcher]]:
     return {name: launcher for name in LAUNCHERS if (launcher := find_launcher(name)).queues}
 
 
+def options_of_nodes() -> list[type]:
+    """The classes of the options that are for nodes of a cluster."""
+    return [NodesRequest, *(launcher.options_type for launcher in queueing().values())]
+
+
 def add_arguments(command: Command) -> None:
     launchers = queueing()
     add_experiment(command)
@@ -77,13 +82,14 @@ def add_arguments(command: Command) -> None:
         default="local",
         help="where to measure: on this machine or on nodes (`--launcher slurm --help`)",
     )
-    shown: list[type] = [NodesRequest, *(launcher.options_type for launcher in launchers.values())]
-    for options in shown:
+    for options in options_of_nodes():
         add_options(command, options, group=launcher_heading(", ".join(launchers)), shows_all=True)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     request, out = options_of(ProfileRequest, arguments), Output()
+    for options in options_of_nodes():  # a wrong value is told wherever is measured
+        options_of(options, arguments)
     experiment = experiment_of(arguments.experiment, arguments.overrides)
     if find_launcher(arguments.launcher).queues:
         place = nodes_of(arguments, experiment.settings)

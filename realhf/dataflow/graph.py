@@ -275,14 +275,14 @@ class DataflowGraph:
         producer = next((self.producers[key] for key in call.input_data if key in self.producers), None)
         return next(iter(self.model_calls)) if producer is None else self.place_of(producer)
 
-    def rows_per_step(self, batch_size: int, name: str = "batch_size", each: str = "samples_per_prompt") -> int:
+    def rows_per_step(self, batch_size: int, name: str = "batch_size") -> int:
         """Rows of the data set that `batch_size` samples have. Raises UserError where they are no whole number; `name`
-        and `each` are the user's names of the batch size and of the samples of a prompt."""
+        is the user's name of the batch size."""
         rows, rest = divmod(batch_size, self.samples_per_prompt)
         if rest:
             raise UserError(
-                f"{each}={self.samples_per_prompt} does not divide {name}={batch_size}, which counts "
-                f"responses; choose {max(1, rows) * self.samples_per_prompt} responses, or {each} from "
+                f"samples_per_prompt={self.samples_per_prompt} does not divide {name}={batch_size}, which counts "
+                f"responses; choose {max(1, rows) * self.samples_per_prompt} responses, or samples_per_prompt from "
                 f"{', '.join(map(str, divisors(batch_size)))}"
             )
         return rows

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from realhf.api.computation import check_given
-from realhf.api.fields import flags_of
+from realhf.api.fields import flags_of, named_as_typed
 from realhf.api.resolved import ResolvedExperiment
 from realhf.api.script.experiment import ScriptExperiment
 from realhf.base.errors import UserError
@@ -43,9 +43,10 @@ def new_run(request: RunRequest, watch: Watch = unwatched) -> Run:
     """A run from its first step. Raises UserError for whatever is wrong with it."""
     experiment = experiment_of(request.experiment, request.fields)
     check_experiment(experiment)
-    plan, cluster = plan_for(experiment, request.plan_request(), watch)
-    run = Run(RunSpec(**spec_fields(request, experiment, cluster)), experiment.stale(plan.staleness), plan)
-    check_run(run, request)
+    with named_as_typed(type(experiment.source), request.fields):
+        plan, cluster = plan_for(experiment, request.plan_request(), watch)
+        run = Run(RunSpec(**spec_fields(request, experiment, cluster)), experiment.stale(plan.staleness), plan)
+        check_run(run, request)
     return run
 
 
@@ -81,38 +82,39 @@ def spec_fields(request: RunRequest, experiment: ResolvedExperiment, cluster: Cl
 def check_experiment(experiment: ResolvedExperiment, batch_size: int | None = None) -> None:
     """Raises UserError if the experiment can run under no plan. `batch_size`: another one than its own."""
     check_values(experiment)
-    graph, extent, flags = experiment.graph, experiment.dataset.check(), flags_of(type(experiment.source))
-    size, each = (flags.get(name, [name])[0] for name in ("batch_size", "samples_per_prompt"))
-    batch_size = batch_size or experiment.settings.batch_size
-    rows = graph.rows_per_step(batch_size, size, each)
-    if extent.rows < rows and experiment.steps:
-        divided = f" / {each}={graph.samples_per_prompt}" if graph.samples_per_prompt > 1 else ""
-        raise UserError(
-            f"the data set {extent.path} has {extent.rows} rows, fewer than {size}={batch_size}{divided}; add rows, or "
-            "lower it"
-        )
-    check_fit(graph, extent)
-    for split, evaluation in experiment.evaluations.items():
-        size = flags.get("eval_batch_size", [f"the {split}'s batch_size"])[0]
-        experiment.graphs[split].rows_per_step(evaluation.batch_size, size, each)
-        check_fit(experiment.graphs[split], evaluation.dataset.check())
-    if first := extent.first:
-        for call in graph.calls.values():
-            call.interface_impl.check_row(*first)
+    with named_as_typed(type(experiment.source)):
+        graph, extent = experiment.graph, experiment.dataset.check()
+        batch_size = batch_size or experiment.settings.batch_size
+        rows = graph.rows_per_step(batch_size)
+        if extent.rows < rows and experiment.steps:
+            divided = f" / samples_per_prompt={graph.samples_per_prompt}" if graph.samples_per_prompt > 1 else ""
+            raise UserError(
+                f"the data set {extent.path} has {extent.rows} rows, fewer than batch_size={batch_size}{divided}; add "
+                "rows, or lower it"
+            )
+        check_fit(graph, extent)
+        for split, evaluation in experiment.evaluations.items():
+            size = "eval_batch_size" if hasattr(experiment.source, "eval_batch_size") else f"the {split}'s batch size"
+            experiment.graphs[split].rows_per_step(evaluation.batch_size, size)
+            check_fit(experiment.graphs[split], evaluation.dataset.check())
+        if first := extent.first:
+            for call in graph.calls.values():
+                call.interface_impl.check_row(*first)
 
 
 def check_values(experiment: ResolvedExperiment) -> None:
     """As `check_experiment`, of what can be judged before models and data are there."""
     cls = type(experiment.source)
     evaluates_only = issubclass(cls, ScriptExperiment) and cls.evaluates_only()
-    check_fields("", experiment.source, EXPERIMENT_RANGES | ({"steps": (0, 0)} if evaluates_only else {}))
+    with named_as_typed(cls):
+        check_fields("", experiment.source, EXPERIMENT_RANGES | ({"steps": (0, 0)} if evaluates_only else {}))
     _check_finite("", msgspec.to_builtins(experiment.source))
 
 
 def _check_finite(name: str, value: Any) -> None:
     """No field, however deep, is NaN or infinite: JSON, which workers read, has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{name.removeprefix('.')} {value} is not finite; give a number that is")
+        raise UserError(f"--{name[1:].replace('_', '-')} {value} is not finite; give a number that is")
     if isinstance(value, dict | list | tuple):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             _check_finite(f"{name}.{key}", part)

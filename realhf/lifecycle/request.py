@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from realhf.api.fields import named_as_typed
 from realhf.api.resolved import ResolvedExperiment
 from realhf.api.script.reward import Reward
 from realhf.base.durations import YEAR_S
@@ -192,7 +193,8 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
     start = {} if before is None else {"default": _default(before, words)}
     config = (tyro.conf.AvoidSubcommands,)
     try:
-        made = tyro.cli(cls, args=list(words), prog=prog, config=config, add_help=False, **start)
+        with named_as_typed(cls, words):
+            made = tyro.cli(cls, args=list(words), prog=prog, config=config, add_help=False, **start)
     except SystemExit:
         print(f"the fields: realhf run {path} --help-all", file=sys.stderr)
         raise

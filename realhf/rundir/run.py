@@ -332,7 +332,7 @@ class Run:
                     what = "dp" if parts == layout.strategy.dp else f"parts of {call.protocol.name}"
                     raise UserError(
                         f"{call.name}: {what}={parts} is more than the samples of the {split}'s smallest batch, "
-                        f"{least} ({rows} rows, batch_size={batch_size}); evaluate more rows, in larger batches "
+                        f"{least} ({rows} rows in batches of {batch_size}); evaluate more rows, in larger batches "
                         "(--eval-batch-size), or give a plan with other layouts"
                     )
 

@@ -155,14 +155,14 @@ def test_a_dp_that_does_not_divide_the_batch(tmp_path: Path) -> None:
 @pytest.mark.skipif(visible_gpus(), reason="megatron-core may run here")
 def test_a_backend_for_gpus_without_one(tmp_path: Path) -> None:
     text = error(tmp_path / "run", "experiments/ppo.py", "--plan", PLAN, "--backend", "megatron")
-    assert text == ("backend='megatron' needs a GPU, and the model is on cpu; run it on one, or set backend='native'\n")
+    assert text == "--backend='megatron' needs a GPU, and the model is on cpu; run it on one, or set backend='native'\n"
 
 
 def test_a_cache_without_room_for_one_sequence(tmp_path: Path) -> None:
     text = error(tmp_path / "run", "experiments/ppo.py", "--plan", PLAN, "--ppo.kv-cache-tokens", "8")
     assert re.fullmatch(
-        r"actor_generate: kv_cache_tokens=8 is not room for one sequence of \d+ tokens, in pages of 16, in each of "
-        r"pp=1 parts of the batch; set it to at least 32, or leave it out\n",
+        r"actor_generate: --ppo.kv-cache-tokens=8 is not room for one sequence of \d+ tokens, in pages of 16, in "
+        r"each of pp=1 parts of the batch; set it to at least 32, or leave it out\n",
         text,
     )
 

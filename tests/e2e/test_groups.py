@@ -124,4 +124,4 @@ def test_broken_groups_are_refused_before_a_process_starts(tmp_path: Path) -> No
 
     assert "--rollout.samples-per-prompt=4 does not divide --batch-size=18" in refused("--batch-size", "18")
     said = refused("--evaluation-batch-size", "30", "--num-workers", "1")
-    assert "--rollout.samples-per-prompt=4 does not divide the evaluation's batch_size=30" in said
+    assert "--rollout.samples-per-prompt=4 does not divide the evaluation's batch size=30" in said

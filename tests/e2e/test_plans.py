@@ -283,7 +283,7 @@ def test_heads_that_four_workers_cannot_split_are_refused(tmp_path: Path) -> Non
     words = ("--architecture.num-heads", "6", "--architecture.num-kv-heads", "6", "--run-dir", str(run_dir))
     refused = realhf("run", "experiments/ppo.py", "--plan", "tests/plans/tp4.json", *words)
     assert refused.returncode == 2
-    assert "tp=4 does not divide num_heads=6; choose tp from 1, 2" in refused.stderr
+    assert "tp=4 does not divide --architecture.num-heads=6; choose tp from 1, 2" in refused.stderr
     assert not run_dir.exists(), "nothing is left behind"
 
 

@@ -62,6 +62,7 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
     HEAD: ClassVar[Head]
 
     HEADING = NEEDED
+    WHERE = ""
 
     model: Annotated[
         str, Option("run directory, Hugging Face checkpoint or GGUF file (default: that of --model)", metavar="DIR")

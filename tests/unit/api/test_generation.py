@@ -14,7 +14,7 @@ from realhf.base.errors import UserError
         ({"max_new_tokens": 0}, "max_new_tokens 0 is not from 1 to "),
         (
             {"temperature": -0.5},
-            r"temperature, where it is not 0 \(the most likely token\), -0.5 is not from",
+            r"temperature -0.5 is not from 1e-06 to 1,000,000 or 0 \(the most likely token\)",
         ),
         ({"eos_token": -2}, "eos_token -2 is not from -1 to "),
         ({"top_k": -1}, "top_k -1 is not from 0 to "),

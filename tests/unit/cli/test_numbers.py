@@ -47,9 +47,8 @@ def test_it_is_refused_by_name_and_nothing_is_left(
     run_dir = tmp_path / "run"
     assert cli.main(["run", "experiments/ppo.py", f"{option}={value}", "--run-dir", str(run_dir)]) == 2
     printed = capsys.readouterr()
-    name = option.removeprefix("--") if option in FIELDS else option
     rule = r"is not from \S+ to \S+( [A-Za-z ]+)?; give a number in that range"
-    assert re.fullmatch(rf"error: {name} \S+ {rule}\n", printed.err)
+    assert re.fullmatch(rf"error: {option} \S+ {rule}\n", printed.err)
     assert printed.out == ""
     assert not run_dir.exists()
 
@@ -78,12 +77,12 @@ def _actions():  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("--actor-lr", "nan", "actor_lr nan is not finite"),
-        ("--reference-eta", "inf", "reference_eta inf is not finite"),
+        ("--actor-lr", "nan", "--actor-lr nan is not finite"),
+        ("--reference-eta", "inf", "--reference-eta inf is not finite"),
         ("--actor-lr", "-1", "optimizer: lr -1.0 is not from 1e-20 to "),
-        ("--ppo.kl-coef", "nan", "kl_coef nan is not from 0 to "),
-        ("--ppo.reward-std", "inf", "reward_std inf is not from "),
-        ("--ppo.temperature", "1e-320", "temperature, where it is not 0 (the most likely token), "),
+        ("--ppo.kl-coef", "nan", "--ppo.kl-coef nan is not from 0 to "),
+        ("--ppo.reward-std", "inf", "--ppo.reward-std inf is not from "),
+        ("--ppo.temperature", "1e-320", "--ppo.temperature 1e-320 is not from 1e-06 to 1,000,000 or 0 (the "),
     ],
 )
 def test_a_number_of_the_experiment_that_computes_nan_is_refused(

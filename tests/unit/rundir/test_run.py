@@ -219,7 +219,7 @@ def test_an_evaluation_batch_that_leaves_a_rank_without_samples() -> None:
     run_of(TWO, num_workers=2, evaluation_batch_size=5).check()  # batches of 3 and 4 rows
     with pytest.raises(
         UserError,
-        match=r"accuracy: dp=2 is more than the samples of the evaluation's smallest batch, 1 \(7 rows, batch_siz",
+        match=r"accuracy: dp=2 is more than the samples of the evaluation's smallest batch, 1 \(7 rows in batches of",
     ):
         run_of(TWO, num_workers=2, evaluation_batch_size=1).check()
 
