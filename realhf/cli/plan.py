@@ -83,7 +83,7 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     [task] = tasks.values()
     out.say(setting_text(task), *excluded_lines(task))
-    if crowded := crowded_text(task.cluster.hardware, task.cluster.devices_per_node):
+    if crowded := crowded_text(task.cluster.hardware, task.cluster.num_devices):
         out.say(crowded)
     lacking = case.unlike(experiment.setups.values())
     if lacking:

@@ -237,7 +237,7 @@ def hardware_lines(run: Run, given: Path | None) -> list[str]:
     if needs:
         step = f", a step of {run.plan.predicted_step_s:.3g} s" if run.plan.predicted_step_s else ""
         lines.append(f"predicted: at most {in_gib(max(needs) * GIB)} of the {in_gib(each * GIB)} of a device{step}")
-    if crowded := crowded_text(hardware, per_node):
+    if crowded := crowded_text(hardware, workers):
         lines.append(crowded)
     if hardware.host_cores is not None and workers * each > there:
         lines.append(

@@ -102,16 +102,15 @@ def hardware_text(hardware: Hardware, num_nodes: int, devices_per_node: int) -> 
 
 
 def crowded_text(hardware: Hardware, num_workers: int) -> str | None:
-    """A warning where the threads of `num_workers` workers are more than the cores of the machine that they share: they
-    are predicted as if each thread had a core (`realhf.planning.here.divided`)."""
-    cores = hardware.host_cores
-    if cores is None or num_workers * hardware.threads <= cores:
+    """A warning where the threads of `num_workers` workers are more than the cores of the machine that they share."""
+    cores, crowding = hardware.host_cores, hardware.crowding(num_workers)
+    if cores is None or crowding == 1:
         return None
     threads = f" of {hardware.threads} threads" if hardware.threads > 1 else ""
     least = max(1, cores // hardware.threads)
     return (
-        f"warning: {num_workers} workers{threads} share {cores} core{'s' * (cores > 1)}, and times are predicted as "
-        f"with a core for each thread: a step takes longer than predicted; give --num-workers {least} or fewer"
+        f"warning: {num_workers} workers{threads} share {cores} core{'s' * (cores > 1)}: calls are predicted to take "
+        f"{crowding:.3g} times as long as with a core for each thread; give --num-workers {least} or fewer"
     )
 
 

@@ -116,6 +116,7 @@ class PlanningTask:
     def _call_model(self, call: ModelFunctionCallDef) -> CallModel:
         lengths = self.workload.of(call.name)
         features = features_during(call, lengths, self.costs.features_of(call.model_name))
+        crowding = self.cluster.hardware.crowding(self.cluster.num_devices)
         return CallModel(
             call=call,
             samples=call.mini_batch_size(self.batch_size),
@@ -126,7 +127,7 @@ class PlanningTask:
             cluster=self.cluster,
             hardware=self.costs.hardware,
             versions=self.graph.versions_kept(call.model_name),
-            factor=self.costs.call_factors.get(call.name, 1.0),
+            factor=crowding * self.costs.call_factors.get(call.name, 1.0),
             shares_devices=len(self.graph.model_calls) > 1,
             seen=self.costs.seen.get(call.config, ()),
             error=self.costs.call_error(call.config),

@@ -32,7 +32,7 @@ FEW, SOON = "--evaluations 1000", "--seconds 2"
 # Commands that are run here, in this order, in one folder with a copy of experiments/ in it, and the words added
 # to make them cheap (a later option wins).
 RUN_HERE = {
-    "realhf plan experiments/ppo.py --num-workers 4": FEW,
+    "realhf plan experiments/ppo.py --num-workers 4 --hardware cpu": FEW,
     "realhf plan experiments/ppo.py --num-workers 4 --output plan.json": FEW,
     "realhf profile experiments/ppo.py --num-workers 2 --only links,memory": "",
     "realhf plan experiments/ppo.py --plan plan.json": "",
@@ -304,18 +304,18 @@ def test_the_example_trains_under_two_workers(folder: Path) -> None:
 def test_the_plan_of_the_first_page_is_what_its_command_prints(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All but its speed, and this machine's memory and cores. What plans.md quotes is a line of it."""
+    """All but its speed. What plans.md quotes is a line of it."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))  # without what other commands have measured
-    command = "realhf plan experiments/ppo.py --num-workers 4"
+    command = "realhf plan experiments/ppo.py --num-workers 4 --hardware cpu"
     readme = Document(ROOT / "README.md")
     assert command in readme.commands
     [shown] = [block.splitlines() for block in readme.blocks("") if "\nexecution plan\n" in block]
     monkeypatch.chdir(folder)
     assert cli.main([*shlex.split(command)[1:], "--evaluations", "60000"]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    of_this_machine = re.compile(r"GiB|plans evaluated at|workers share \d+ cores")
-    assert [line for line in shown if not of_this_machine.search(line)] == [
-        line for line in printed if not of_this_machine.search(line)
+    of_this_machine = "plans evaluated at"
+    assert [line for line in shown if of_this_machine not in line] == [
+        line for line in printed if of_this_machine not in line
     ]
     quoted = [block.strip() for block in Document(ROOT / "docs/plans.md").blocks("") if "is slower with" in block]
     assert len(quoted) == 1

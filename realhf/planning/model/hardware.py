@@ -167,6 +167,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise UserError(f"hardware {self.name}: no matmul_flops for dtype {dtype!r}; it has {known}")
         return self.matmul_flops[dtype]
 
+    def crowding(self, num_workers: int) -> float:
+        """Threads of `num_workers` workers for each core of the machine that they share, at least 1: a call takes this
+        factor longer while all of them compute."""
+        return 1.0 if self.host_cores is None else max(1.0, num_workers * self.threads / self.host_cores)
+
     @property
     def send_bandwidth(self) -> float:
         """Bytes/s of one message between nodes."""

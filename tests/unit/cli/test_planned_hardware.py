@@ -169,23 +169,27 @@ def test_more_memory_than_the_machine_has_is_warned_of():
     ]
 
 
-def test_more_workers_than_cores_are_warned_of(
+def test_more_workers_than_cores_are_warned_of_and_priced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By both commands. 8 workers have a core each."""
-    ends = "and times are predicted as with a core for each thread: a step takes longer than predicted"
+    """By both commands, of the threads of all workers. 8 workers have a core each."""
+    ends = "share 8 cores: calls are predicted to take 1.12 times as long as with a core for each thread"
+    predicted = {}
     for num_workers in (8, 9):
+        warned = [f"warning: 9 workers {ends}; give --num-workers 8 or fewer"][: num_workers - 8]
         words = ("experiments/ppo.py", "--num-workers", str(num_workers), "--plan", SINGLE)
         assert main(["plan", *words]) == 0
-        warned = [f"warning: 9 workers share 8 cores, {ends}; give --num-workers 8 or fewer"][: num_workers - 8]
         printed = capsys.readouterr().out.splitlines()
-        assert [line for line in printed if "cores, and times" in line] == warned
-        assert hardware_lines(new_run(request_of(*words, "--steps", "3")), None)[2:] == warned
+        assert [line for line in printed if " share " in line] == warned
+        run = new_run(request_of(*words, "--steps", "3"))
+        assert hardware_lines(run, None)[2:] == warned
+        predicted[num_workers] = run.plan.predicted_step_s
+    assert predicted[9] == pytest.approx(predicted[8] * 9 / 8, rel=0.02), "but for the moves of data"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     shared = divided(cpu_hardware(host.read_host()), 3)
-    warning = f"warning: 3 workers of 3 threads share 8 cores, {ends}; give --num-workers 2 or fewer"
-    assert crowded_text(shared, 3) == warning
+    assert crowded_text(shared, 3) == f"warning: 3 workers of 3 threads {ends}; give --num-workers 2 or fewer"
     assert crowded_text(load_hardware("h100"), 64) is None
+    assert load_hardware("h100").crowding(64) == load_hardware("cpu").crowding(64) == 1, "the cores are not known"
 
 
 def test_a_given_plan_that_does_not_fit_or_is_of_elsewhere_is_told(tmp_path):

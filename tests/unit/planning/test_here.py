@@ -20,9 +20,13 @@ from realhf.planning.here import (
     gpu_hardware,
     hardware_here,
 )
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware, presets
 from realhf.planning.model.hardware import GIB, device_kind, mismatch
+from realhf.planning.planner import search_for
+from realhf.planning.request import SearchBudget
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in, uuid_of
+from tests.unit.planning.graphs import ppo, settings, task_of
 
 UNKNOWN = Device("NVIDIA B300 SXM7", 270_000, (10, 3), 20_480, 2000, 4000, 8192)
 HOST = Host(cores=16, memory_bytes=65 * GIB)
@@ -210,6 +214,17 @@ def test_workers_share_memory_and_cores():
     many = divided(hardware, 32, environ={})
     assert (many.threads, many.name) == (1, "cpu")
     assert many.flops("float32") == load_hardware("cpu").flops("float32")
+
+
+def test_more_workers_than_cores_make_no_step_shorter():
+    graph, steps = ppo(), {}
+    for count in (1, 2, 4, 8):
+        hardware = divided(cpu_hardware(Host(cores=2, memory_bytes=65 * GIB)), count, environ={"OMP_NUM_THREADS": "1"})
+        of = Cluster(devices_per_node=count, hardware=hardware)
+        found = search_for(task_of(graph, **settings(graph, of)), SearchBudget(evaluations=2000))
+        steps[count] = found.prediction.step_s
+    assert steps[2] < steps[1]
+    assert steps[2] <= steps[4] <= steps[8]
 
 
 @pytest.mark.parametrize(
