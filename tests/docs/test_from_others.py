@@ -17,10 +17,12 @@ import trl
 from datasets import Dataset
 
 from realhf import cli
+from realhf.api.fields import flags_of
 from realhf.base.options import options_in
 from realhf.cli.help import experiment_fields, help_of
 from realhf.data.look import main as look
 from realhf.experiments import ready_file
+from realhf.lifecycle.other_names import OTHER_NAMES, answer_to, parts_of
 from realhf.planning.request import DevicesRequest, PlanRequest
 from realhf.rundir.run import RunSpec, load_experiment_class
 from tests.docs.blocks import ROOT, Document
@@ -125,6 +127,15 @@ def test_trl_s_side_of_the_tables() -> None:
         elif row.their_default and not is_stated(row.their_default, getattr(config, row.theirs)):
             wrong.append((row.of_class, row.theirs, getattr(config, row.theirs)))
     assert not wrong, "a class, its setting, and the real default"
+
+
+@pytest.mark.parametrize("page", [TRL, VERL], ids=lambda page: page.path.stem)
+def test_a_name_that_is_typed_is_answered_as_the_page_says(page: Document) -> None:
+    known = [row for row in rows(page) if not OTHER_NAMES.keys().isdisjoint(parts_of(row.theirs))]
+    assert len(known) > 25
+    for row in known:
+        flags = flags_of(load_experiment_class(str(ready_file(row.experiment))))
+        assert row.flags[0] in re.findall(r"--[\w.-]+", answer_to(row.theirs, flags)), row
 
 
 def test_the_rows_are_all_read() -> None:
