@@ -13,7 +13,7 @@ def check_megatron(config: DecoderConfig, strategy: ParallelStrategy, device_typ
     Raises:
         UserError: no GPU, no megatron-core, an architecture or a layout that it is not set up for.
     """
-    remedy = "or set backend='native'"
+    remedy = "or choose native"
     if device_type != "cuda":
         raise UserError(f"backend='megatron' needs a GPU, and the model is on {device_type}; run it on one, {remedy}")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
@@ -33,5 +33,5 @@ def check_architecture(config: DecoderConfig) -> None:
     if not is_llama or has_other:
         raise UserError(
             "backend='megatron' computes RMSNorm, gated SiLU MLPs and rotary positions, without experts and without "
-            "biases but of query, key and value (llama, mistral, qwen2, qwen3); set backend='native' for this model"
+            "biases but of query, key and value (llama, mistral, qwen2, qwen3); choose native for this model"
         )

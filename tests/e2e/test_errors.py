@@ -155,7 +155,7 @@ def test_a_dp_that_does_not_divide_the_batch(tmp_path: Path) -> None:
 @pytest.mark.skipif(visible_gpus(), reason="megatron-core may run here")
 def test_a_backend_for_gpus_without_one(tmp_path: Path) -> None:
     text = error(tmp_path / "run", "experiments/ppo.py", "--plan", PLAN, "--backend", "megatron")
-    assert text == "--backend='megatron' needs a GPU, and the model is on cpu; run it on one, or set backend='native'\n"
+    assert text == ("--backend='megatron' needs a GPU, and the model is on cpu; run it on one, or choose native\n")
 
 
 def test_a_cache_without_room_for_one_sequence(tmp_path: Path) -> None:

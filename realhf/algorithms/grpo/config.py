@@ -82,8 +82,8 @@ class GRPO(ClippedOptions):
         check_groups(self.samples_per_prompt, "GRPO")
         if self.delta and self.delta <= 1 + self.clip_high:
             raise UserError(
-                f"delta={self.delta} must be above 1 + clip_high={1 + self.clip_high:g}, which clips the ratio of good "
-                "tokens; raise it, or set it to 0 for no bound"
+                f"delta={self.delta} must be above {1 + self.clip_high:g} (1 + clip_high), which clips the ratio of "
+                "good tokens; raise it, or set it to 0 for no bound"
             )
         if self.loss_type == "vespo" and self.importance_correction.startswith("sequence"):
             raise UserError(

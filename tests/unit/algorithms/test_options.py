@@ -207,7 +207,7 @@ def test_options_that_go_together_and_others() -> None:
     assert ReinforcePlusPlus(baseline="group", samples_per_prompt=2).samples_per_prompt == 2
     assert ReinforcePlusPlus(baseline="none", samples_per_prompt=1).samples_per_prompt == 1
     assert GRPO(delta=1.29, clip_high=0.28).delta == 1.29
-    with pytest.raises(UserError, match=r"delta=1.27 must be above 1 \+ clip_high=1.28"):
+    with pytest.raises(UserError, match=r"delta=1.27 must be above 1.28 \(1 \+ clip_high\)"):
         GRPO(delta=1.27, clip_high=0.28)
     assert GRPO(groups_per_step=3, drop_uniform_groups=True).groups_per_step == 3
     for correction in ("token_truncate", "token_mask"):

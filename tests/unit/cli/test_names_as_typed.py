@@ -75,7 +75,7 @@ def test_numbers_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--grpo.samples-per-prompt", "1"], "--grpo.samples-per-prompt=1: GRPO judges the responses to a prompt"),
         (["--grpo.min-new-tokens=300"], "--grpo.min-new-tokens=300 must be from 0 to --grpo.max-new-tokens=256"),
-        (["--grpo.delta", "1.1"], "--grpo.delta=1.1 must be above 1 + --grpo.clip-high=1.2, which clips the ratio"),
+        (["--grpo.delta", "1.1"], "--grpo.delta=1.1 must be above 1.2 (1 + --grpo.clip-high), which clips the ratio"),
         (["--grpo.groups-per-step", "2"], "--grpo.groups-per-step=2 takes the first groups that are not uniform; set "
          "--grpo.drop-uniform-groups too"),
     ],

@@ -88,12 +88,12 @@ def test_gradients_pass_through_the_fused_layout():
 def test_what_is_refused(monkeypatch):
     one = ParallelStrategy()
     spec = ModelSpec(tiny(), ONE_RANK, torch.float32, optimizer=OptimizerConfig(lr=1e-3))
-    with pytest.raises(UserError, match="needs a GPU, and the model is on cpu; run it on one, or set backend='native'"):
+    with pytest.raises(UserError, match="needs a GPU, and the model is on cpu; run it on one, or choose native"):
         build_model("megatron", spec)
     with pytest.raises(UserError, match="backend='mega' is not known; choose one of native, "):
         ModelSetup(backend="mega")
     for config in (tiny(norm="layer"), tiny(mlp_bias=True), tiny(experts=Experts(count=2, per_token=1))):
-        with pytest.raises(UserError, match="set backend='native' for this model"):
+        with pytest.raises(UserError, match="choose native for this model"):
             megatron_check.check_architecture(config)
     with pytest.raises(UserError, match="tp=2, pp=1"):
         megatron_check.check_megatron(tiny(), ParallelStrategy(tp=2), "cuda")
