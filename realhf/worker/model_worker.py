@@ -314,7 +314,7 @@ class ModelWorker:
                 for i, prompt in zip(ids, samples.data[prompt_key], strict=True)
             ]
             samples = samples.with_data(forced_response=responses)
-        # As far as micro-batches of equally many samples allow, those of a prompt stay in one.
+        # The samples of a prompt stay in one micro-batch where micro-batches of equal size allow it.
         together = math.gcd(len(ids), max(1, len(ids) // request.micro_batches), graph.samples_per_prompt)
         return replace(samples, together=together)
 

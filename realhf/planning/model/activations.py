@@ -78,8 +78,8 @@ def kept_bytes(
 def repeated_bytes(
     model: DecoderConfig, dtype: DType, tp: int, layers: InFlight, features: EngineFeatures = ENGINE
 ) -> float:
-    """What a training has for a token of a prompt that is computed once for several samples, for each of the others:
-    its keys and values in front of theirs, of layers that are not recomputed, with one layer's gradients
+    """Bytes of a prompt's token for each further sample, where the prompt is computed once for several: a training keeps
+    its keys and values in front of the sample's own, in layers that are not recomputed, with one layer's gradients
     (`realhf.models.prefixed_attention`), and the final norm with its gradients."""
     _, wide, attention = _items(dtype, features)
     return (layers.whole + 1) * 2 * model.kv_size / tp * attention + 6 * model.hidden_size * wide

@@ -36,8 +36,8 @@ HOLES = 1 / 8
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
-    """The work of one rank in a call under one option: as in `CallModel`, but `samples` are of one rank, and so many of
-    them are `expected` to be computed; 0: all."""
+    """The work of one rank in a call under one option: as in `CallModel`, but `samples` are of one rank. The plan
+    counts on `expected` of them to be computed; 0: on all."""
 
     call: ModelFunctionCallDef
     samples: int
@@ -83,7 +83,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
 
     @cached_property
     def computed(self) -> int:
-        """Samples that are computed: those expected, but as many as give every part those that have one prompt."""
+        """Samples that are computed: those expected, and at least the samples of one prompt in every part."""
         return min(self.samples, max(self.expected, self.parts * self.sharing)) if self.expected else self.samples
 
     @property

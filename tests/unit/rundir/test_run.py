@@ -226,7 +226,7 @@ def test_an_evaluation_batch_that_leaves_a_rank_without_samples() -> None:
 
 def test_each_evaluation_set_is_checked_under_its_name() -> None:
     run_of(TWO, num_workers=2, names=["easy", "hard"]).check()
-    with pytest.raises(UserError, match=r"more than the samples of the evaluation/h's smallest batch, 1 \(1 rows,"):
+    with pytest.raises(UserError, match=r"more than the samples of the evaluation/h's smallest batch, 1 \(1 rows in"):
         run_of(TWO, num_workers=2, names=["easy", "h"]).check()
 
 
