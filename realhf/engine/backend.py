@@ -74,6 +74,10 @@ class EngineModel(Model, Protocol):
         `realhf.models.checkpoint_index.state_owners` gives this rank: one rank has every element of the model.
         """
 
+    def masters(self) -> Boxes:
+        """The optimizer's float32 copies of the parameters that this rank updates, as boxes of these, to be written in
+        place; none where the parameters are float32 themselves, or the model is not trained."""
+
     def load_state(self, reader: CheckpointReader) -> None:
         """Takes parameters, optimizer states and step from a checkpoint that has them all, saved in any layout.
 

@@ -98,6 +98,14 @@ class ShardedModel:
             pieces += [(of_kind(box, kind), view_in(flat, box, at)) for kind, flat in states.items()]
         return pieces
 
+    def masters(self) -> Boxes:
+        states = self.trainer.state() if self.trainer is not None else []
+        return [
+            (Box(box.name.removesuffix("@master"), box.offset, box.shape), tensor)
+            for box, tensor in states
+            if box.name.endswith("@master")
+        ]
+
     def load_state(self, reader: CheckpointReader) -> None:
         assert self.trainer is not None, "a model without an optimizer reads parameters alone into `residency.held()`"
         reader.check_architecture(self.config)

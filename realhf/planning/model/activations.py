@@ -78,9 +78,9 @@ def kept_bytes(
 def repeated_bytes(
     model: DecoderConfig, dtype: DType, tp: int, layers: InFlight, features: EngineFeatures = ENGINE
 ) -> float:
-    """Bytes of a prompt's token for each further sample, where the prompt is computed once for several: a training keeps
-    its keys and values in front of the sample's own, in layers that are not recomputed, with one layer's gradients
-    (`realhf.models.prefixed_attention`), and the final norm with its gradients."""
+    """Bytes of a prompt's token for each further sample, where the prompt is computed once for several. A training
+    keeps its keys and values in front of the sample's own, in layers that are not recomputed
+    (`realhf.models.prefixed_attention`), with one layer's gradients, and the final norm with its own."""
     _, wide, attention = _items(dtype, features)
     return (layers.whole + 1) * 2 * model.kv_size / tp * attention + 6 * model.hidden_size * wide
 
