@@ -59,8 +59,8 @@ TASKS = {
 }
 DISTILLATION, TAUGHT = "distillation", "chain_sum"
 DISTILL = (
-    "--batch-size 256 --mini-batches 1 --actor.lr 2e-5 --actor.schedule linear --actor.warmup-steps 2 "
-    "--distill.max-new-tokens 16 --distill.temperature 0.7"
+    "--batch-size 256 --mini-batches 1 --actor.lr 1e-4 --actor.schedule linear --actor.warmup-steps 2 "
+    "--distill.beta 0 --distill.max-new-tokens 16 --distill.temperature 0.7"
 )
 WORKERS = ("--num-workers", "2")
 GAIN, NEAR, MINUTES, RAISED = 15, 2, 20, 3  # points, points, minutes, tasks
@@ -164,7 +164,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     named = "one alone; what the file has of others at this commit stays"
     parser.add_argument("--case", choices=[*TASKS, DISTILLATION], help=named)
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="the seeds from 0 on (default 1)")
+    parser.add_argument("--seeds", type=int, choices=range(1, 11), default=1, help="how many, from 0 on (default 1)")
     parser.add_argument("--root", type=Path, metavar="FOLDER", help="keep what is done (default: a temporary folder)")
     parser.add_argument("--model", type=Path, metavar="FILE", help="another one (default: that of `make real`)")
     arguments = parser.parse_args()
