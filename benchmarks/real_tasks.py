@@ -97,13 +97,13 @@ class Campaign:
         """What the model has learned from its teacher, which is the one that has learned the sums."""
         steps = 1 if self.quick else STEPS // 3
         train, run = self._files(DISTILLATION, seed)
-        teacher = self.learned(TAUGHT, seed)
+        self.learned(TAUGHT, seed)
         words = [
             *("run", "distill", "--model", str(self.model), "--teacher", str(self.root / f"{TAUGHT}-{seed}" / "model")),
             *("--data", str(train), "--as-chat", "--dtype", "bfloat16", "--run-dir", str(run)),
             *("--seed", str(seed), "--steps", str(steps), *DISTILL.split()),
         ]
-        return self._kept(DISTILLATION, seed, TASKS[TAUGHT], words, str(steps), DISTILL, teacher.depends_on)
+        return self._kept(DISTILLATION, seed, TASKS[TAUGHT], words, str(steps), DISTILL)
 
     def _files(self, name: str, seed: int) -> tuple[Path, Path]:
         """The training questions and the run directory of a case."""
@@ -170,6 +170,8 @@ def main() -> None:
     arguments = parser.parse_args()
     model = arguments.model or fetched_model(user_cache_path("realhf") / "models")
     chosen = [arguments.case] if arguments.case else [TAUGHT] if arguments.quick else [*TASKS, DISTILLATION]
+    if chosen == [DISTILLATION]:
+        chosen = [TAUGHT, DISTILLATION]
     results, seeds = [], range(arguments.seeds)
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(arguments.root or Path(folder), model, arguments.quick)
