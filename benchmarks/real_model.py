@@ -13,7 +13,7 @@ TRL 1.16 needs an environment of its own:
     python -m venv runs/trl
     runs/trl/bin/pip install -c constraints.txt torch trl==1.16.0
 
-`--picture FILE.svg` draws the rewards of all steps, means over the turns. `--quick` makes two steps of 16 responses.
+`--picture FILE.svg` draws the rewards of all steps, means over the turns. `--quick` makes two steps of 8 responses.
 Command: python benchmarks/real_model.py --trl-python runs/trl/bin/python --json benchmarks/results/real_model.json
 """
 
@@ -59,7 +59,7 @@ THREADS = 2
 MICRO_BATCH = 32
 TARGET = 3.0
 LAST_STEPS = 5
-QUICK = ("--batch-size", "16", "--actor.warmup-steps", "1")
+QUICK = ("--batch-size", "8", "--actor.warmup-steps", "1")
 OURS = {"realhf": ("--grpo.no-drop-uniform-groups", "--grpo.groups-per-step", "0"), "realhf, informative groups": ()}
 
 
