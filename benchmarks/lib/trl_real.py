@@ -2,8 +2,8 @@
 
 The settings save work: keys and values are cached, nothing but the reward is logged, nothing saved, evaluated or
 recomputed, the optimizer is the fused one, and logits exist for response tokens alone, in chunks (TRL's own). Weights
-are float32 and computed with in bfloat16 (`bf16`, TRL's default), as ours are kept by the optimizer: 96 % of this
-model's weights stay where they are when 2e-5 is added to them in bfloat16.
+are float32 and computed with in bfloat16 (`bf16`, TRL's default): in bfloat16, 96 % of this model's weights stay where
+they are when 2e-5 is added to them.
 
 Command: python benchmarks/lib/trl_real.py SETTINGS.json
 Prints one JSON object: of every step `step_s`, its seconds, and `rewards`, the mean reward of its responses.
