@@ -124,7 +124,7 @@ def training_words(task: Task, model: Path, data: Path, run: Path, *, steps: int
     return [
         *("run", "grpo", "--model", str(model), "--data", str(data), *task.words, "--run-dir", str(run)),
         *("--seed", str(seed), "--steps", str(steps), "--batch-size", "256", "--mini-batches", "1"),
-        *("--actor.lr", "2e-5", "--actor.schedule", "linear", "--actor.warmup-steps", "3", "--grpo.beta", "0"),
+        *("--actor.lr", "1e-5", "--actor.schedule", "linear", "--actor.warmup-steps", "3", "--grpo.beta", "0"),
         *("--grpo.max-new-tokens", MAX_NEW_TOKENS, "--grpo.temperature", "0.7", "--grpo.drop-uniform-groups"),
         *task.options,
     ]
