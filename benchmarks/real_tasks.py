@@ -59,7 +59,7 @@ TASKS = {
 }
 DISTILLATION, TAUGHT = "distillation", "chain_sum"
 DISTILL = (
-    "--batch-size 256 --mini-batches 1 --actor.lr 1e-4 --actor.schedule linear --actor.warmup-steps 2 "
+    "--batch-size 256 --mini-batches 1 --actor.lr 7e-5 --actor.schedule linear --actor.warmup-steps 3 "
     "--distill.beta 0 --distill.max-new-tokens 16 --distill.temperature 0.7"
 )
 WORKERS = ("--num-workers", "2")
