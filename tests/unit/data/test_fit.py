@@ -326,10 +326,10 @@ def test_recorded_rollouts_that_are_missing_or_damaged(tmp_path: Path) -> None:
             ["--architecture.vocab-size", "16"],
             "prompts.jsonl, line 3: 'prompt' has the token id 29, and model 'actor' of",
         ),
-        (["--ppo.eos-token", "32"], "eos_token=32, and model 'actor' of actor_generate has vocab_size=32"),
+        (["--ppo.eos-token", "32"], "--ppo.eos-token=32, and model 'actor' of actor_generate has vocab_size=32"),
         (
             ["--architecture.positions", "learned", "--architecture.max-positions", "17"],
-            "'prompt' has 9 tokens, and with max_new_tok",
+            "'prompt' has 9 tokens, and with --ppo.max-new-tokens=",
         ),
     ],
 )

@@ -19,8 +19,8 @@ def values(type_: inspect.Type) -> st.SearchStrategy[Any]:
             return st.integers(-(2**63) if least is None else least, 2**63 - 1)
         case inspect.FloatType():
             return st.floats(allow_nan=False)
-        case inspect.StrType():
-            return st.text(max_size=20)
+        case inspect.StrType(pattern=pattern):
+            return st.text(max_size=20) if pattern is None else st.from_regex(pattern)
         case inspect.BoolType():
             return st.booleans()
         case inspect.NoneType():
