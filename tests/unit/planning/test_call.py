@@ -327,3 +327,12 @@ def test_data_come_for_all_mini_batches_in_parts() -> None:
         wide = hardware.send_s(size + 3 * 16 * model.lengths.new_tokens * 128 / 4, crosses_nodes=crosses_nodes)
         assert model.transfer_s(3, 4, 128, crosses_nodes=crosses_nodes) == pytest.approx(wide)
         assert wide > expected
+
+
+def test_a_training_counts_the_samples_that_its_interface_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of the eight that each of two ranks has of a mini-batch; other calls compute all of theirs."""
+    expected = {(8, 2, 4): 3}
+    monkeypatch.setattr(InterfaceConfig, "computed_samples", lambda self, *asked: expected[asked])
+    training = replace(call("m", TINY, TRAIN_STEP, "x"), mini_batches=4)
+    assert modelled(training).work(TWO, 1).computed == 3
+    assert modelled(call("m", TINY, INFERENCE, "x")).work(TWO, 1).computed == 8
