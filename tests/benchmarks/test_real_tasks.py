@@ -62,11 +62,13 @@ class Commands:
 
     def __init__(self, *shares: float):
         self.done: list[str] = []
+        self.most_tokens: list[str] = []  # of the answers in each evaluation
         self.shares = iter(shares)
 
     def __call__(self, *words: str) -> None:
         self.done.append(words[0] if words[0] != "run" else words[1])
         if words[0] == "evaluate":
+            self.most_tokens.append(words[len(words) - words[::-1].index("--generation.max-new-tokens")])
             models = [{"estimates": {"reward": {"mean": next(self.shares)}}} for _ in range(words.count("--model"))]
             Path(words[words.index("--json") + 1]).write_text(json.dumps({"models": models}))
         else:
@@ -99,6 +101,24 @@ def test_a_case_that_is_done_is_not_made_again(campaign: Any, tmp_path: Path) ->
     again, commands = campaign()
     assert again.learned("aiw", 0) == learned
     assert commands.done == []
+
+
+def test_the_models_are_asked_once_with_room_for_longer_answers(campaign: Any) -> None:
+    first, commands = campaign(0.125, 0.5, 0.25, 0.375)
+    asked = first.with_room("aiw", 0)
+    assert (asked.before, asked.after) == (25.0, 37.5)
+    assert commands.done == ["grpo", "evaluate", "convert", "evaluate"]
+    assert commands.most_tokens == ["16", "64"]
+
+    again, commands = campaign()
+    assert again.with_room("aiw", 0) == asked
+    assert commands.done == []
+
+    anew, commands = campaign(0.125, 0.5, 0.25, 0.75, code="b")
+    assert anew.with_room("aiw", 0).after == 75.0
+    row = real_tasks.row_with_room("aiw", asked)
+    assert (row["case"], row["value"], row["baseline"]) == ("aiw, seed 0, up to 64 tokens", 37.5, 25)
+    assert (row["target"], row["holds"]) == (40, False)
 
 
 @pytest.mark.parametrize("changed", [{"code": "b"}, {"quick": True}])
@@ -155,9 +175,11 @@ def test_rows_have_each_seed_their_mean_and_the_longest_run() -> None:
 
 def test_a_task_counts_as_raised_where_every_seed_is_far_enough_and_fast_enough() -> None:
     good, low, slow = learned(20, 35), learned(20, 34.9), learned(20, 60, 20.1)
-    row = real_tasks.raised([[good, good], [good, low], [good, slow], [good]])
+    row = real_tasks.raised([[good, good], [good, low], [good, slow], [good]], [good] * 4)
     assert (row["value"], row["target"], row["holds"]) == (2, 3, False)
-    assert real_tasks.raised([[good], [good], [good], [low]])["holds"]
+    assert real_tasks.raised([[good], [good], [good], [low]], [good] * 4)["holds"]
+    one_by_cut_answers = [good, low, good, good]
+    assert real_tasks.raised([[good]] * 4, one_by_cut_answers)["value"] == 3
 
 
 @pytest.mark.slow
@@ -172,6 +194,7 @@ def test_the_quick_form_and_what_it_keeps(tmp_path: Path) -> None:
     assert [row["case"] for row in first["results"]] == [
         "chain_sum, seed 0",
         "chain_sum, longest run (at most)",
+        "chain_sum, seed 0, up to 64 tokens",
         "distillation, seed 0",
         "distillation, longest run (at most)",
     ]
