@@ -272,8 +272,9 @@ def test_missing_values_are_marked(tmp_path: Path) -> None:
     bars = Bars(title="a < b", axis="s")
     bars.add("one", "x", 2.0)
     bars.add("one", "y", None)
-    bars.write(tmp_path / "bars.svg")
-    texts = [element.text for element in ElementTree.parse(tmp_path / "bars.svg").iter() if element.text]
+    file = tmp_path / "a/folder/bars.svg"
+    bars.write(file)
+    texts = [element.text for element in ElementTree.parse(file).iter() if element.text]
     assert {"a < b", "x", "y", "one"} <= set(texts)
     assert texts.count("x") == 2  # the cross and the legend
     lines = Lines(title="t", x="x", y="y")

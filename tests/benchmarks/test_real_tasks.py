@@ -116,7 +116,7 @@ def test_the_models_are_asked_once_with_room_for_longer_answers(campaign: Any) -
 
     anew, commands = campaign(0.125, 0.5, 0.25, 0.75, code="b")
     assert anew.with_room("aiw", 0).after == 75.0
-    row = real_tasks.row_with_room("aiw", asked)
+    _, _, _, row, _ = real_tasks.rows_of("aiw", [learned(20, 40)] * 2, [35, 35], asked)
     assert (row["case"], row["value"], row["baseline"]) == ("aiw, seed 0, up to 64 tokens", 37.5, 25)
     assert (row["target"], row["holds"]) == (40, False)
 
@@ -159,6 +159,15 @@ def test_a_student_is_made_after_its_teacher_and_anew_for_another_recipe(
     assert commands.done == ["distill", "evaluate", "convert"]
 
 
+def test_a_model_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["real_tasks.py", "--model", "none.gguf"])
+    with pytest.raises(SystemExit):
+        real_tasks.main()
+    assert "--model none.gguf is no file; name a GGUF file" in capsys.readouterr().err
+
+
 def learned(before: float, after: float, minutes: float = 5.0) -> Any:
     return real_tasks.Learned(depends_on="", before=before, after=after, minutes=minutes)
 
@@ -193,8 +202,8 @@ def test_the_quick_form_and_what_it_keeps(tmp_path: Path) -> None:
     first = json.loads(benchmark("real_tasks", *words).splitlines()[-1])
     assert [row["case"] for row in first["results"]] == [
         "chain_sum, seed 0",
-        "chain_sum, longest run (at most)",
         "chain_sum, seed 0, up to 64 tokens",
+        "chain_sum, longest run (at most)",
         "distillation, seed 0",
         "distillation, longest run (at most)",
     ]

@@ -80,6 +80,7 @@ class Picture:
         )
         background = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
         title = text(LEFT, 22, self.title, anchor="start", size=15)
+        path.parent.mkdir(parents=True, exist_ok=True)  # what is drawn may have been measured for an hour
         path.write_text("\n".join([head, background, title, *body, "</svg>"]) + "\n")
 
     def drawn(self) -> Iterator[str]:
