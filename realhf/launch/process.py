@@ -15,6 +15,9 @@ from realhf.rundir.starts import START_VARIABLE, current_start
 
 WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
 
+# The settings of torch's allocator, by their name today and by their older one.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 # The exit code of `Job.again` where there is nothing left to do.
 AGAIN_ENDED = 3
 # The exit code of a worker that has reported its failure to the master. A worker that ends with another one died
@@ -119,7 +122,7 @@ def processes_of(
 
 def workers_of(module: str, directory: RunDirectory, count: int, threads: int, **env: str) -> tuple[ProcessSpec, ...]:
     """Workers that run a Python module on a directory, with `env` added to the environment of every process."""
-    argv, env = python_command(module, str(directory.path)), {**process_environment(threads), **env}
+    argv, env = python_command(module, str(directory.path)), {**process_environment(threads), **gpu_environment(), **env}
     return tuple(ProcessSpec(name=worker_name(index), argv=argv, env=env) for index in range(count))
 
 
@@ -157,6 +160,21 @@ def process_environment(threads: int = 1) -> dict[str, str]:
         # The later of two values of one option counts: the user's.
         "GLIBC_TUNABLES": ":".join(filter(None, ["glibc.malloc.hugetlb=1", own])),
     }
+
+
+def gpu_environment() -> dict[str, str]:
+    """What torch and CUDA read where a worker has a GPU; a setting of the user's stays.
+
+    Vectors of gigabytes come and go between calls, of other sizes each time. In blocks of their own sizes they leave
+    holes that the next one does not fit into; segments that grow and shrink page by page have none (PyTorch, "CUDA
+    semantics", Memory management). A stream that waits for another worker must not hold up one that shares its
+    hardware queue: there are 8, and 32 are more than a worker has streams that wait (CUDA Programming Guide, "CUDA
+    Environment Variables").
+    """
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        own[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    return {name: os.environ.get(name, value) for name, value in own.items()}
 
 
 def _aligned_memory() -> str | None:

@@ -14,10 +14,12 @@ from realhf.launch import process
 from realhf.launch.launcher import UNKNOWN_RETURNCODE
 from realhf.launch.process import (
     AGAIN_ENDED,
+    ALLOCATOR_VARIABLES,
     MASTERLESS_RETURNCODE,
     TOLD_RETURNCODE,
     Job,
     ProcessSpec,
+    gpu_environment,
     job_name,
     job_of,
     module_of,
@@ -41,7 +43,8 @@ def directory(tmp_path: Path) -> RunDirectory:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment in which the user has said nothing, on a machine without our library of memory."""
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLIBC_TUNABLES", "LD_PRELOAD"):
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLIBC_TUNABLES", "LD_PRELOAD", "CUDA_DEVICE_MAX_CONNECTIONS")
+    for name in (*names, *ALLOCATOR_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(process, "_aligned_memory", lambda: None)
 
@@ -107,6 +110,7 @@ def test_the_job_of_a_run_is_what_its_specification_says(directory: RunDirectory
 def test_the_processes_of_a_run(directory: RunDirectory) -> None:
     python, folder = (sys.executable, "-P", "-m"), str(directory.path)
     common = {"PYTHONUNBUFFERED": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    gpu = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     one, three = (
         {**common, "OMP_NUM_THREADS": "1"},
         {**common, "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"},
@@ -118,17 +122,17 @@ def test_the_processes_of_a_run(directory: RunDirectory) -> None:
             argv=(*python, "realhf.master", folder, "127.0.0.1"),
             env={**one, "CUDA_VISIBLE_DEVICES": ""},
         ),
-        ProcessSpec(name="worker-0", argv=(*python, "realhf.worker", folder), env=three),
-        ProcessSpec(name="worker-1", argv=(*python, "realhf.worker", folder), env=three),
+        ProcessSpec(name="worker-0", argv=(*python, "realhf.worker", folder), env=three | gpu),
+        ProcessSpec(name="worker-1", argv=(*python, "realhf.worker", folder), env=three | gpu),
     )
     directory.start.write_text("a1b2\n")
     master, worker = processes_of(directory, 1, 1, is_remote=True)
     assert master.argv == (*python, "realhf.master", folder)
     assert master.env == {**one, "CUDA_VISIBLE_DEVICES": "", "REALHF_START_ID": "a1b2"}
-    assert worker.env == {**one, "REALHF_START_ID": "a1b2"}
+    assert worker.env == {**one, **gpu, "REALHF_START_ID": "a1b2"}
     [bench] = workers_of("realhf.profiling.job", directory, 1, 3, SEED="4")
     assert (bench.name, bench.argv) == ("worker-0", (*python, "realhf.profiling.job", folder))
-    assert bench.env == {**three, "SEED": "4"}
+    assert bench.env == {**three, **gpu, "SEED": "4"}
     assert module_of(master) == ("realhf.master", folder)
     with pytest.raises(AssertionError, match="is no command of Python"):
         module_of(ProcessSpec(name="master", argv=("bash", "-P", "-m", "realhf.master")))
@@ -149,6 +153,19 @@ def test_what_the_user_has_set_stays_beside_what_is_added(monkeypatch: pytest.Mo
         "PYTHONUNBUFFERED": "1",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:a=b",
     }
+
+
+@pytest.mark.usefixtures("plain")
+def test_what_the_user_has_set_for_gpus_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the older of two names too, beside which the newer one is not set."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:256")
+            assert gpu_environment() == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    assert gpu_environment() == {"CUDA_DEVICE_MAX_CONNECTIONS": ""}
 
 
 @pytest.mark.parametrize(
