@@ -61,8 +61,8 @@ TASKS = {
 }
 DISTILLATION, TAUGHT = "distillation", "chain_sum"
 DISTILL = (
-    "--batch-size 256 --mini-batches 1 --actor.lr 7e-5 --actor.schedule linear --actor.warmup-steps 3 "
-    "--distill.beta 0 --distill.max-new-tokens 16 --distill.temperature 0.7"
+    "--batch-size 256 --mini-batches 1 --actor.lr 5e-5 --actor.schedule linear --actor.warmup-steps 3 "
+    "--distill.beta 0 --distill.max-new-tokens 16 --distill.temperature 0.7 --distill.epochs 2"
 )
 WORKERS = ("--num-workers", "2")
 GAIN, NEAR, MINUTES, RAISED = 15, 2, 20, 3  # points, points, minutes, tasks
