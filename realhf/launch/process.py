@@ -122,7 +122,7 @@ def processes_of(
 
 def workers_of(module: str, directory: RunDirectory, count: int, threads: int, **env: str) -> tuple[ProcessSpec, ...]:
     """Workers that run a Python module on a directory, with `env` added to the environment of every process."""
-    argv, env = python_command(module, str(directory.path)), {**process_environment(threads), **gpu_environment(), **env}
+    argv, env = python_command(module, str(directory.path)), process_environment(threads) | gpu_environment() | env
     return tuple(ProcessSpec(name=worker_name(index), argv=argv, env=env) for index in range(count))
 
 
