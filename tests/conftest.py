@@ -5,6 +5,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: sums depend on the number of threads
+
+# Read when a kernel is defined: without a GPU, Triton's kernels run in its interpreter.
+if not Path("/proc/driver/nvidia").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Hundreds of small processes would spend more time on clearing huge pages than they gain.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
