@@ -69,33 +69,33 @@ def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dic
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
-def rows(capability: int, heads: Heads, dtype: str) -> Iterator[dict[str, Any]]:
-    """Registers and spilled bytes of both kernels for one generation, model and dtype."""
+def kernels(capability: int, heads: Heads, dtype: str) -> Iterator[tuple[str, int, int]]:
+    """Name, registers and spilled bytes of both kernels for one generation, model and dtype."""
     pointer, item_bytes = TYPES[dtype]
-    whole = dict.fromkeys(("seen", "splits", "query_row", "key_row", "value_row", "table_row"), "i32")
     types = {
         **dict.fromkeys(("query", "key", "value", "keys", "values", "out"), pointer),
         **dict.fromkeys(("table", "lengths"), "*i32"),
+        **dict.fromkeys(("seen", "splits", "query_row", "key_row", "value_row", "table_row"), "i32"),
         "scale": "fp32",
-        **whole,
     }
-    constants = attend_constants(heads.heads, heads.kv_heads, heads.head_dim, PAGE, item_bytes)
-    joined = {"SPLIT": SPLIT_TOKENS, "HEAD_DIM": heads.head_dim, "DIM": constants["DIM"]}
-    for name, kernel, fixed in (
-        ("attend", attend_split, {**constants, "IS_SPLIT": True}),
-        ("join", join_splits, joined),
-    ):
-        registers, spilled = compiled(kernel, capability, types, fixed)
-        words = f"sm_{capability} {name}, {heads.model}, {dtype}"
-        for unit, value, target in (("registers", registers, MOST_REGISTERS), ("bytes spilled", spilled, 0)):
-            yield case(words, value, unit, baseline=None, ratio=None, target=target, holds=value <= target)
+    attending = attend_constants(heads.heads, heads.kv_heads, heads.head_dim, PAGE, item_bytes) | {"IS_SPLIT": True}
+    joining = {name: attending[name] for name in ("SPLIT", "HEAD_DIM", "DIM")}
+    for name, kernel, constants in (("attend", attend_split, attending), ("join", join_splits, joining)):
+        yield f"sm_{capability} {name}, {heads.model}, {dtype}", *compiled(kernel, capability, types, constants)
 
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
     capabilities, models = (CAPABILITIES[:1], HEADS[:1]) if arguments.quick else (CAPABILITIES, HEADS)
     chosen = [(capability, heads, dtype) for capability in capabilities for heads in models for dtype in TYPES]
-    finish("gpu_kernels", [row for choice in chosen for row in rows(*choice)], arguments.json)
+    results, spilled = [], 0
+    for name, registers, bytes_spilled in (found for choice in chosen for found in kernels(*choice)):
+        spilled += bytes_spilled
+        fits = registers <= MOST_REGISTERS
+        results.append(case(name, registers, "registers", baseline=None, ratio=None, target=MOST_REGISTERS, holds=fits))
+    words = "spilled by all of them"
+    results.append(case(words, spilled, "bytes", baseline=None, ratio=None, target=0, holds=not spilled))
+    finish("gpu_kernels", results, arguments.json)
 
 
 if __name__ == "__main__":
