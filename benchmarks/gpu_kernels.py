@@ -26,7 +26,6 @@ from triton.compiler import ASTSource
 from realhf.gpu.paged_attention import (
     NUM_STAGES,
     NUM_WARPS,
-    SPLIT_TOKENS,
     attend_constants,
     attend_split,
     join_splits,
