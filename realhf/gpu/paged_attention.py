@@ -24,8 +24,7 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 
 def attend(
-    keys: Tensor,
-    values: Tensor,
+    pages: tuple[Tensor, Tensor],
     table: Tensor,
     lengths: Tensor,
     query: Tensor,
@@ -36,7 +35,7 @@ def attend(
     """Writes the keys and values of new tokens into their pages, and attends to all up to them.
 
     Args:
-        keys, values: the pages, in float32, bfloat16 or float16.
+        pages: of keys and of values, in float32, bfloat16 or float16.
         table: [rows, pages] int32, the pages of each sequence in order; entries behind the last one are not used.
         lengths: [rows] int32, tokens in the pages, without the new one.
         query: [rows, heads, head_dim]; heads that follow one another share a key head.
@@ -46,6 +45,7 @@ def attend(
     Returns:
         [rows, heads, head_dim]; sums are in float32.
     """
+    keys, values = pages
     rows, heads, head_dim = query.shape
     kv_heads, page = keys.shape[1:3]
     assert keys.is_contiguous()

@@ -2,10 +2,10 @@
 
 import json
 
-from tests.benchmarks.conftest import Benchmark
+from tests.e2e.runs import benchmark
 
 
-def test_no_register_spills(benchmark: Benchmark) -> None:
+def test_no_register_spills() -> None:
     result = json.loads(benchmark("gpu_kernels", "--quick").splitlines()[-1])
     assert {row["case"]: (row["unit"], row["holds"]) for row in result["results"]} == {
         "sm_90 attend, Qwen2.5-7B, bfloat16": ("registers", True),

@@ -31,6 +31,11 @@ class Function:
         return [*positional, *filter(None, [spec.vararg]), *spec.kwonlyargs, *filter(None, [spec.kwarg])]
 
     @property
+    def is_kernel(self) -> bool:
+        """Whether Triton compiles it, which takes neither objects nor their types."""
+        return any("triton.jit" in ast.unparse(decorator) for decorator in self.node.decorator_list)
+
+    @property
     def num_lines(self) -> int:
         return (self.node.end_lineno or 0) - self.node.lineno + 1
 
@@ -68,7 +73,7 @@ def _functions(prefix: str, node: ast.AST, lines: list[str]) -> Iterator[Functio
 
 def has_many_parameters(function: Function) -> bool:
     is_script = function.name.startswith("experiments/")  # its parameters are the models of an algorithm
-    return len(function.parameters) > MAX_PARAMETERS and not is_script
+    return len(function.parameters) > MAX_PARAMETERS and not is_script and not function.is_kernel
 
 
 def is_long(function: Function) -> bool:
@@ -78,6 +83,8 @@ def is_long(function: Function) -> bool:
 def is_untyped(function: Function) -> bool:
     """As mypy counts: `__init__` returns None without saying so."""
     is_open = function.node.returns is None and function.node.name != "__init__"
+    if function.is_kernel:
+        return is_open
     return is_open or any(parameter.annotation is None for parameter in function.parameters)
 
 

@@ -47,7 +47,7 @@ class Sequences:
 
     def attend(self, window: int | None, dtype: torch.dtype = torch.float32) -> Tensor:
         self.pages, self.new, self.query = self.pages.to(dtype), self.new.to(dtype), self.query.to(dtype)
-        return attend(*self.pages, self.table, self.lengths, self.query, *self.new, window)
+        return attend((self.pages[0], self.pages[1]), self.table, self.lengths, self.query, *self.new, window)
 
     def expected(self, window: int | None) -> Tensor:
         pairs = zip(self.query, self.sequences, strict=True)
@@ -102,7 +102,9 @@ def test_rows_of_queries_may_lie_apart() -> None:
     sequences = Sequences([20, 33], kv_heads=2, group=2, head_dim=16, page=16)
     joined = torch.cat([sequences.query, *sequences.new], 1)  # [rows, heads + 2 kv_heads, head_dim]
     sequences.query, new = joined[:, :4], (joined[:, 4:6], joined[:, 6:])
-    out = attend(*sequences.pages, sequences.table, sequences.lengths, sequences.query, *new, None)
+    out = attend(
+        (sequences.pages[0], sequences.pages[1]), sequences.table, sequences.lengths, sequences.query, *new, None
+    )
     assert (out.double() - sequences.expected(None)).abs().max() < 2e-6
 
 
