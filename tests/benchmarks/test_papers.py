@@ -8,7 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from lib.papers import hybridflow, osdp, systems
+from lib.papers import hybridflow, osdp, real_app, systems
 from lib.papers.cells import REAL_ENGINE, Cell
 from lib.papers.large import fewer_options
 from lib.papers.page import beside_published, error, number, of_results, page, side_by_side
@@ -250,6 +250,23 @@ def test_osdp_is_no_slower_than_what_it_contains() -> None:
     assert rates["OSDP"] * slack >= rates["DP"]
     assert rates["3D+OSDP"] * slack >= max(rates["3D"], rates["OSDP"], rates["PP"], rates["TP"])
     assert columns.gain("OSDP", "FSDP") == pytest.approx(100 * (rates["OSDP"] / rates["FSDP"] - 1))
+
+
+@pytest.mark.parametrize("whose", ["printed", "ours"])
+def test_a_step_is_the_sum_of_its_calls_alone(whose: str) -> None:
+    """Of each table, with one of the two ways to generate. The printed steps have 3 to 6 % beside their calls."""
+    ours = {row.case: row.value or 0.0 for row in real_app.of_calls()}
+    found = ours if whose == "ours" else FIGURES["app-calls"].values
+    assert ours.keys() == FIGURES["app-calls"].values.keys()
+    steps = [case for case in found if ": step, " in case]
+    assert len(steps) == 4
+    for step in steps:
+        table, _, mode = step.partition(": step, ")
+        other = {"eager": "CUDA graphs", "CUDA graphs": "eager"}[mode]
+        calls = [case for case in found if case.startswith(table) and "step" not in case and not case.endswith(other)]
+        assert len(calls) == 6
+        tolerance = 1e-9 if whose == "ours" else 0.07
+        assert found[step] == pytest.approx(sum(found[case] for case in calls), rel=tolerance)
 
 
 def test_pipelined_rate_by_hand() -> None:
