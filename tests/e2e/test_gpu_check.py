@@ -90,7 +90,8 @@ def test_the_order_of_the_steps_and_their_deadlines(
     assert {step.name: step.skipped for step in steps if step.skipped} == skipped
     assert steps[1].environment == {VISIBLE: gpus[0].token if gpus else ""}
     assert all(step.remedy for step in steps)
-    assert ["--cpu" in step.command for step in steps if "scripts/gpu_parts.py" in step.command] == [not gpus] * 4
+    parts = [step.command[2:] for step in steps if step.command[1] == "scripts/gpu_parts.py"]
+    assert parts == [(part, *(() if gpus else ("--cpu",))) for part in ("packages", "one", "graphs", "groups")]
     names = [word for step in steps for word in step.command if word.endswith(".py")]
     assert all((ROOT / name).is_file() for name in names)
     assert {Path(name) for name in names} >= {path.relative_to(ROOT) for path in ROOT.glob("tests/gpu/test_[!b]*.py")}
@@ -139,6 +140,19 @@ def test_go_on_takes_the_later_steps_and_a_check_has_its_own_remedies(
     assert [step["result"] for step in result["steps"]] == ["failed with exit code 1", "passed"]
     assert result["steps"][0]["remedy"] == "mend the links"
     assert "what to do: mend the links\n" in capsys.readouterr().out
+
+
+def test_predictions_stand_beside_measurements(
+    gpu_check: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("call", "predicted_s", "measured_s", "predicted_bytes", "measured_bytes")
+    calls = [dict(zip(keys, row, strict=True)) for row in (("act", 0.25, 0.5, None, 2**21), ("all", 1.0, 2.0, 0, 3))]
+    (tmp_path / "PPO.log").touch()
+    outcome = gpu_check.Outcome("PPO", "passed", (), 1.0, "PPO.log", "", calls)
+    gpu_check.tell(gpu_check.Step("PPO", (), 1, "none"), outcome, tmp_path)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["call", "predicted", "s", "measured", "s", "predicted", "MiB", "measured", "MiB"] in lines
+    assert ["act", "0.250", "0.500", "-", "2"] in lines
 
 
 def test_no_process_is_left(check: Check, tmp_path: Path) -> None:
