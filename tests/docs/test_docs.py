@@ -187,9 +187,9 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_gguf.py",
         ['cli.main(["convert", file.name, "converted"])'],
     ),
-    "python scripts/gpu_check.py --out gpu-check": (
+    "python scripts/gpu_check.py": (
         "tests/e2e/test_gpu_check.py",
-        ["scripts/gpu_check.py", "def test_every_step_runs_in_small_on_a_cpu", "--out"],
+        ["scripts/gpu_check.py", "def test_every_step_runs_in_small_on_a_cpu"],
     ),
     "realhf run grpo.py --model RUN_DIR --data sorting/prompts.jsonl --tokenizer sorting "
     "--reward sorted_rewards.py:in_order": (

@@ -70,6 +70,9 @@ class Nvml:
     def nvmlSystemGetDriverVersion(self):
         return self._answer("580.95.05")
 
+    def nvmlSystemGetCudaDriverVersion_v2(self):
+        return self._answer(13000)
+
     def nvmlDeviceGetCount(self):
         return self._answer(len(self._devices))
 
