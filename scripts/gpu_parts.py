@@ -24,8 +24,8 @@ from realhf.machine.torch_build import torch_cuda_version
 LEAST_DRIVERS = {12: 525, 13: 580}
 # The packages that GPUs are for: what a run does without each, and how to install it.
 PACKAGES = {
-    "flash-attn": ("torch's own kernels take its place", "pip install flash-attn --no-build-isolation"),
-    "triton": ("only torch.compile needs it", "install a CUDA build of torch, which brings it"),
+    "flash-attn": ("torch's own kernels take its place", "pip install --no-build-isolation 'realhf[flash-attn]'"),
+    "triton": ("only torch.compile needs it", "pip install 'realhf[gpu]'"),
     "megatron-core": ('only backend="megatron" needs it', "pip install 'realhf[gpu]'"),
 }
 PARTS = ("packages", "one", "graphs", "groups")
