@@ -31,6 +31,10 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = torch.device("cuda", 0)
 TIMEOUT_S = 600.0
 SMALL = DecoderConfig(hidden_size=256, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=4, vocab_size=512)
+# Large enough that the segments of the allocator are small beside it; 4 GiB with the optimizer's states.
+LARGE = DecoderConfig(
+    hidden_size=2048, intermediate_size=8192, num_layers=4, num_heads=16, num_kv_heads=4, vocab_size=32768
+)
 HOPPER = attention_kernels.Machine(device="cuda", compute_capability=(9, 0), flash_attn=(2, 8))
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its operators live as long as it
@@ -73,6 +77,16 @@ OPERATORS: dict[str, Callable[..., object]] = {
 }
 
 
+def _in_one_order(post: Callable[[list[dist.P2POp]], object]) -> Callable[[list[dist.P2POp]], object]:
+    """FakeGPU pairs messages of two ranks in the order in which both post them, and NCCL those of each direction."""
+
+    def place(operation: dist.P2POp) -> tuple[int, bool]:
+        is_from_lower = (operation.op is dist.isend) == (operation.peer > RANK)
+        return operation.peer, not is_from_lower
+
+    return lambda operations: post(sorted(operations, key=place))
+
+
 def install_stand_ins() -> None:
     """Gives realhf a GPU with flash-attn, and torch the operators above."""
     flash = ModuleType("flash_attn")
@@ -82,6 +96,7 @@ def install_stand_ins() -> None:
         vars(module)["machine"] = lambda device: HOPPER
     for name, operator in OPERATORS.items():
         _LIBRARY.impl(name, operator, "CUDA")
+    vars(dist)["batch_isend_irecv"] = _in_one_order(dist.batch_isend_irecv)
 
 
 def say(*what: object) -> None:

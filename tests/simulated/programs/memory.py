@@ -2,29 +2,29 @@
 
 import torch
 
-from tests.simulated.programs.common import end, generate, groups_of, layout_of, model_in, say, train
+from tests.simulated.programs.common import LARGE, end, generate, groups_of, layout_of, model_in, say, train
 
 CALLS, MIB = 50, 2**20
-model = model_in(groups_of(layout_of(1, 1, 1)))
+model = model_in(groups_of(layout_of(1, 1, 1)), LARGE)
+LENGTHS, ROWS = (72, 40, 48, 56, 64), (8, 2, 3, 4, 5, 6, 7)  # the largest first: kept graphs need not grow later
 
 
 def call(number: int) -> None:
-    """Steps and rollouts of changing sizes, whose freed memory later ones take."""
-    train(model, length=40 + 8 * (number % 5))
-    generate(model, "kept", samples=2 + number % 7)
+    """A step and rollouts of other sizes than the last ones, which take the memory that these have freed."""
+    train(model, length=LENGTHS[number % len(LENGTHS)])
+    generate(model, "kept", samples=ROWS[number % len(ROWS)])
 
 
-for number in range(35):  # every pair of sizes
+for number in range(len(LENGTHS) * len(ROWS)):  # every pair of sizes
     call(number)
 torch.cuda.synchronize()
-before = torch.cuda.memory_allocated()
-torch.cuda.reset_peak_memory_stats()
+allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 for number in range(CALLS):
     call(number)
 torch.cuda.synchronize()
-say(f"bytes more after {CALLS} calls: {torch.cuda.memory_allocated() - before}")
+say(f"bytes more after {CALLS} calls: {torch.cuda.memory_allocated() - allocated}")
+say(f"reserved bytes more after {CALLS} calls: {torch.cuda.memory_reserved() - reserved}")
 say(f"peak of allocated MiB: {torch.cuda.max_memory_allocated() / MIB:.2f}")
 say(f"reserved MiB: {torch.cuda.memory_reserved() / MIB:.2f}")
-segments = torch.cuda.memory_snapshot()
-say(f"expandable segments: {sum(segment['is_expandable'] for segment in segments)}")
+say(f"expandable segments: {sum(segment['is_expandable'] for segment in torch.cuda.memory_snapshot())}")
 end()

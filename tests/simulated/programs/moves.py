@@ -4,14 +4,16 @@ A thread of moves carries them out on a stream of its own. What the master does,
 the preparation, sends the move, and lets the copy go behind the call.
 """
 
+import os
 import queue
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from realhf.api import Follow, ModelSetup
-from realhf.api.experiment import OptimizerConfig
+from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, OptimizerConfig
 from realhf.api.resolved import ResolvedExperiment
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
@@ -26,7 +28,6 @@ from tests.simulated.programs.common import (
     SMALL,
     TIMEOUT_S,
     end,
-    end_process,
     generate,
     join_world,
     model_in,
@@ -52,12 +53,13 @@ RPCS = [
 ]
 MODELS = {
     "actor": ModelSetup(optimizer=OptimizerConfig(), dtype="bfloat16"),
-    "reference": ModelSetup(follows=Follow("actor"), dtype="bfloat16"),
+    "reference": ModelSetup(follows=Follow("actor", eta=1.0), dtype="bfloat16"),
 }
 experiment: Any = SimpleNamespace(rpcs=RPCS, dataset=SimpleNamespace(keys=("prompt",)), models=MODELS)
+vars(experiment)[SETTINGS_ATTRIBUTE] = AutoSettings(batch_size=8)
 spec = RunSpec(
     experiment_file="", experiment_class="", values={}, working_directory="", num_workers=2, devices_per_node=2,
-    call_timeout_s=TIMEOUT_S,
+    call_timeout_s=TIMEOUT_S, verify_reallocations_every=0,
 )  # fmt: skip
 run = Run(spec, ResolvedExperiment(experiment), PLAN)
 join_world()
@@ -68,12 +70,17 @@ models: Any = {
     if RANK in home.mesh.devices
 }
 moves = ParameterMoves(run, RANK, DEVICE, table, models)
+
+
+def fail(error: BaseException, *_: object) -> None:
+    traceback.print_exception(error)
+    os._exit(1)
+
+
 sent: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
 done: queue.SimpleQueue[object] = queue.SimpleQueue()
 activity: Any = SimpleNamespace(set_beside=lambda text: None)
-thread = MoveThread(
-    Channels(activity, sent, done.put, lambda error, *_: end_process(error)), moves.carry_out, DEVICE, TIMEOUT_S
-)
+thread = MoveThread(Channels(activity, sent, done.put, fail), moves.carry_out, DEVICE, TIMEOUT_S)
 actor = models["actor", run.homes["actor"]]
 layout, name = PLAN.layout("actor_generate"), "actor_generate"
 here = []
@@ -85,7 +92,7 @@ for step in range(STEPS):
     sent.put(Reallocate(request_id=0, batch=batch, call=name, model="actor", layout=layout, version=step))
     thread.wait()
     done.get(timeout=TIMEOUT_S)
-    generate(models["actor", layout], "kept")
+    generate(models["actor", layout], "off")
     thread.computed()
     moves.release(Release(model="actor", layout=layout))
     train(actor)
