@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
+AT_START = Path(__file__).parent / "at_start"
 FOLDER_VARIABLE = "REALHF_SIMULATED_GPU"
 DEADLINE_S = 900.0  # only a hang reaches it
 GRACE_S = 5.0  # in which ranks may end by themselves, once one has failed or all have been asked for their stacks
@@ -117,6 +118,19 @@ class Simulator:
         # The report lists ranks as each communicator numbers them, so only their sum has a meaning.
         ranks_of_all = json.loads(self._report.read_text())["ranks"]
         return Outcome(texts, sum(rank["communicator_inits"] for rank in ranks_of_all))
+
+    def realhf(self, *words: object, gpus: int) -> "subprocess.CompletedProcess[str]":
+        """One `realhf` command on a machine with simulated GPUs, with stand-ins for kernels in its workers."""
+        environment = self.environment(gpus) | {
+            # By number: FakeGPU does not know devices by their UUIDs, which a launcher takes otherwise.
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+            "PYTHONPATH": f"{AT_START}:{ROOT}",
+        }
+        command = [str(self.python), "-m", "realhf.cli", *map(str, words)]
+        with self._coordinator():
+            return subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+            )
 
     @contextmanager
     def _coordinator(self) -> "Iterator[subprocess.Popen[bytes]]":

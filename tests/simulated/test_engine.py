@@ -14,8 +14,8 @@ LINES = [
     *(f"generated with decode graphs {graphs}" for graphs in ("off", "call", "kept")),
     "end",
 ]
-# The sum of the ranks of all communicators, by (dp, tp, pp). All ranks have the world, and the groups of axes of more than
-# one rank; axes with the same ranks share one. torch makes a communicator for each pair of stages that send to each other.
+# The sum of the ranks of all communicators, by (dp, tp, pp). All ranks have the world, and the groups of axes of more
+# than one rank; axes with the same ranks share one. torch makes one for each pair of stages that send to each other.
 RANKS_OF_ALL = {
     (1, 1, 1): 0,
     (2, 1, 1): 2 * 2,  # world; data, model
