@@ -92,7 +92,6 @@ def train(model: ShardedModel, samples: int = 8, length: int = 64, micro_batches
 
 
 def generate(model: ShardedModel, graphs: GraphLife, samples: int = 8, new_tokens: int = 5) -> None:
-    """At least two samples a stage: torch's cumsum of a single row is one of CUB's kernels."""
     options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1, decode_graphs=graphs)
     batch = Batch(tuple(range(samples)), {"prompt": _zeros(samples, 20)})
     model.generate(batch, GenerationRequest(options, sample_key=(0, 0)))

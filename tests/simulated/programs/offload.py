@@ -32,7 +32,6 @@ for _ in range(5):
 
 # Copies of at most 64 KiB move all of their bytes, so a model of small vectors keeps its values.
 values = [torch.arange(1000.0), torch.arange(4096).bfloat16()]
-
 there = [value.to("cuda") for value in values]
 copy = HostCopy(there)
 for _ in range(2):
