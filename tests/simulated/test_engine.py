@@ -24,7 +24,7 @@ RANKS_OF_ALL = {
     (2, 2, 1): 4 * 4,  # world; data; tensor; model
     (2, 1, 2): 4 * 4,  # world; data; model; stages
     (1, 2, 2): 4 * 4,  # world; tensor; model; stages
-    (1, 1, 4): 2 * 4 + 5 * 2,  # world; model; five pairs
+    (1, 1, 4): 2 * 4 + 5 * 2,  # world; model; the pairs of neighbours, and of the last stage with the others
 }
 
 
