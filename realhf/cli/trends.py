@@ -33,10 +33,12 @@ def _steps_text(steps: tuple[int, int]) -> str:
 
 
 def _bars(parts: Sequence[float | None]) -> str:
-    known = [part for part in parts if part is not None and math.isfinite(part)]
+    # Halves, since the difference of two finite numbers may be none.
+    halves = [part / 2 if part is not None and math.isfinite(part) else None for part in parts]
+    known = [half for half in halves if half is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     is_flat = high - low <= 1e-6 * max(abs(low), abs(high))  # but for rounding
-    scale = 0.0 if is_flat else (len(BARS) - 1) / (high - low)
+    top = len(BARS) - 1
     return "".join(
-        BARS[round((part - low) * scale)] if part is not None and math.isfinite(part) else " " for part in parts
+        " " if half is None else BARS[0 if is_flat else round((half - low) / (high - low) * top)] for half in halves
     )

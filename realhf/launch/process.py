@@ -14,9 +14,7 @@ from realhf.rundir.run import Run
 from realhf.rundir.starts import START_VARIABLE, current_start
 
 WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
-
-# The settings of torch's allocator, by their name today and by their older one.
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 # The exit code of `Job.again` where there is nothing left to do.
 AGAIN_ENDED = 3
@@ -163,18 +161,12 @@ def process_environment(threads: int = 1) -> dict[str, str]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """What torch and CUDA read where a worker has a GPU; a setting of the user's stays.
+    """What CUDA reads where a worker has a GPU; a setting of the user's stays.
 
-    Vectors of gigabytes come and go between calls, of other sizes each time. In blocks of their own sizes they leave
-    holes that the next one does not fit into; segments that grow and shrink page by page have none (PyTorch, "CUDA
-    semantics", Memory management). A stream that waits for another worker must not hold up one that shares its
-    hardware queue: there are 8, and 32 are more than a worker has streams that wait (CUDA Programming Guide, "CUDA
-    Environment Variables").
+    A stream that waits for another worker must not hold up one that shares its hardware queue: there are 8, and 32 are
+    more than a worker has streams that wait (CUDA Programming Guide, "CUDA Environment Variables").
     """
-    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        own[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-    return {name: os.environ.get(name, value) for name, value in own.items()}
+    return {_CONNECTIONS: os.environ.get(_CONNECTIONS, "32")}
 
 
 def _aligned_memory() -> str | None:

@@ -191,6 +191,15 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_gpu_check.py",
         ["scripts/gpu_check.py", "def test_every_step_runs_in_small_on_a_cpu"],
     ),
+    "python scripts/simulated_gpu.py SOURCES FOLDER": (
+        "tests/simulated/test_setup.py",
+        ['"scripts/simulated_gpu.py", sources, folder', "def test_the_folder_of_the_other_tests_is_complete"],
+    ),
+    # The tests themselves, where someone has built the folder.
+    "REALHF_SIMULATED_GPU=FOLDER python -m pytest tests/simulated": (
+        "tests/simulated/conftest.py",
+        ["os.environ.get(FOLDER_VARIABLE)"],
+    ),
     "realhf run grpo.py --model RUN_DIR --data sorting/prompts.jsonl --tokenizer sorting "
     "--reward sorted_rewards.py:in_order": (
         "tests/docs/test_docs.py",

@@ -6,7 +6,13 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "perf_counter", "process_time", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
 # Who waits with a deadline for the others; a testbed that people start, too.
-MAY_READ = {"waiting.py", "distributed/pool.py", "slurm/testbed/__main__.py", "slurm/testbed/cluster.py"}
+MAY_READ = {
+    "waiting.py",
+    "distributed/pool.py",
+    "simulated/simulator.py",
+    "slurm/testbed/__main__.py",
+    "slurm/testbed/cluster.py",
+}
 MAY_READ |= {"slurm/testbed/keeper.py", "slurm/hosts/host.py"}
 # The moment of an activity lies between two readings of the same clock.
 MAY_READ |= {"unit/rundir/test_flight_recorder.py"}

@@ -14,7 +14,6 @@ from realhf.launch import process
 from realhf.launch.launcher import UNKNOWN_RETURNCODE
 from realhf.launch.process import (
     AGAIN_ENDED,
-    ALLOCATOR_VARIABLES,
     MASTERLESS_RETURNCODE,
     TOLD_RETURNCODE,
     Job,
@@ -44,7 +43,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment in which the user has said nothing, on a machine without our library of memory."""
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLIBC_TUNABLES", "LD_PRELOAD", "CUDA_DEVICE_MAX_CONNECTIONS")
-    for name in (*names, *ALLOCATOR_VARIABLES):
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(process, "_aligned_memory", lambda: None)
 
@@ -110,7 +109,7 @@ def test_the_job_of_a_run_is_what_its_specification_says(directory: RunDirectory
 def test_the_processes_of_a_run(directory: RunDirectory) -> None:
     python, folder = (sys.executable, "-P", "-m"), str(directory.path)
     common = {"PYTHONUNBUFFERED": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    gpu = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    gpu = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     one, three = (
         {**common, "OMP_NUM_THREADS": "1"},
         {**common, "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"},
@@ -155,17 +154,10 @@ def test_what_the_user_has_set_stays_beside_what_is_added(monkeypatch: pytest.Mo
     }
 
 
-@pytest.mark.usefixtures("plain")
-def test_what_the_user_has_set_for_gpus_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the older of two names too, beside which the newer one is not set."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "max_split_size_mb:256")
-            assert gpu_environment() == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
-    assert gpu_environment() == {"CUDA_DEVICE_MAX_CONNECTIONS": ""}
+@pytest.mark.parametrize("value", ["8", ""])
+def test_what_the_user_has_set_for_gpus_stays(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    assert gpu_environment() == {"CUDA_DEVICE_MAX_CONNECTIONS": value}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Training and generation in every kind of layout over ProcessGroupNCCL."""
+
+import pytest
+
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.planning.model.communicators import axes_used, group_key
+from tests.simulated.simulator import Simulator
+from tests.unit.api.calls import call
+
+LINES = [
+    "trained in step 0",
+    "trained in step 1",
+    *(f"generated with decode graphs {graphs}" for graphs in ("off", "call", "kept")),
+    "end",
+]
+# The sum of the ranks of all communicators, by (dp, tp, pp). All ranks have the world, and the groups of axes of more
+# than one rank; axes with the same ranks share one. torch makes one for each pair of stages that send to each other.
+RANKS_OF_ALL = {
+    (1, 1, 1): 0,
+    (2, 1, 1): 2 * 2,  # world; data, model
+    (1, 2, 1): 2 * 2,  # world; tensor, model
+    (1, 1, 2): 3 * 2,  # world; model; stages
+    (2, 2, 1): 4 * 4,  # world; data; tensor; model
+    (2, 1, 2): 4 * 4,  # world; data; model; stages
+    (1, 2, 2): 4 * 4,  # world; tensor; model; stages
+    (1, 1, 4): 2 * 4 + 5 * 2,  # world; model; the pairs of neighbours, and of the last stage with the others
+}
+
+
+def planned(strategy: ParallelStrategy) -> int:
+    """The communicators of a rank that the planner counts for the two calls, with that of the world."""
+    layout = Layout(DeviceMesh(0, strategy.size), strategy)
+    calls = call("actor", TRAIN_STEP), call("actor", GENERATE)
+    axes = {axis for each in calls for axis in axes_used(each, strategy, gathers_parameters=False)}
+    return len({group_key(layout, axis) for axis in axes}) + (strategy.size > 1)
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), RANKS_OF_ALL)
+def test_steps(simulator: Simulator, dp: int, tp: int, pp: int) -> None:
+    strategy = ParallelStrategy(dp, tp, pp)
+    outcome = simulator.run("engine", strategy.size, dp, tp, pp)
+    for log in outcome.logs:
+        assert [line for line in log.splitlines() if line in LINES] == LINES
+    assert outcome.memberships == RANKS_OF_ALL[dp, tp, pp]
+    if pp <= 2:
+        assert outcome.memberships == strategy.size * planned(strategy)
