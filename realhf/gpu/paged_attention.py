@@ -35,7 +35,7 @@ def attend(
     """Writes the keys and values of new tokens into their pages, and attends to all up to them.
 
     Args:
-        pages: of keys and of values, in float32, bfloat16 or float16.
+        pages: keys and values, in float32, bfloat16 or float16.
         table: [rows, pages] int32, the pages of each sequence in order; entries behind the last one are not used.
         lengths: [rows] int32, tokens in the pages, without the new one.
         query: [rows, heads, head_dim]; heads that follow one another share a key head.
@@ -76,7 +76,7 @@ def attend(
 
 
 def attend_constants(heads: int, kv_heads: int, head_dim: int, page: int, item_bytes: int) -> dict[str, int]:
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled with."""
     group = heads // kv_heads
     return {
         "GROUP": group,
@@ -143,7 +143,7 @@ def attend_split(
         k = tl.load(keys + place, mask=is_read, other=0.0)
         products = tl.dot(q, tl.trans(k), input_precision="ieee").to(tl.float32) * scale
         products = tl.where(is_seen[None, :], products, float("-inf"))
-        higher = tl.maximum(highest, tl.max(products, 1))  # of a token at least: no block is without one
+        higher = tl.maximum(highest, tl.max(products, 1))  # finite: every block has a token that is seen
         kept, powers = tl.exp2(highest - higher), tl.exp2(products - higher[:, None])
         v = tl.load(values + place, mask=is_read, other=0.0)
         mean = mean * kept[:, None] + tl.dot(powers.to(v.dtype), v, input_precision="ieee").to(tl.float32)

@@ -161,7 +161,7 @@ def process_environment(threads: int = 1) -> dict[str, str]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """What CUDA reads where a worker has a GPU; a setting of the user's stays.
+    """Settings of CUDA for workers that have a GPU; the user's own stay.
 
     A stream that waits for another worker must not hold up one that shares its hardware queue: there are 8, and 32 are
     more than a worker has streams that wait (CUDA Programming Guide, "CUDA Environment Variables").
