@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from realhf.base.code_files import python_command
+
 ROOT = Path(__file__).resolve().parents[1]
 NCCL_SYMBOLS = ROOT / "tests/simulated/nccl_symbols.c"
 TORCH = "torch==2.14.1"
@@ -75,11 +77,11 @@ def make_environment(folder: Path) -> None:
     """torch's CUDA build and this checkout."""
     python = folder / "venv/bin/python"
     if not python.exists():
-        run([sys.executable, "-m", "venv", folder / "venv"], INSTALL_S)
+        run(python_command("venv", str(folder / "venv")), INSTALL_S)
     look = [python, "-c", "import torch, realhf; print(torch.__version__, torch.version.cuda or '')"]
     if subprocess.run(look, capture_output=True, timeout=LOOK_S).returncode:
         print(f"{folder / 'venv'}: installing {TORCH} and realhf (9 minutes)", flush=True)
-        run([python, "-m", "pip", "install", TORCH, "-e", ROOT], INSTALL_S, folder / "pip.log")
+        run([python.with_name("pip"), "install", TORCH, "-e", ROOT], INSTALL_S, folder / "pip.log")
     version, _, cuda = run(look, LOOK_S).strip().partition(" ")
     if not cuda:
         fail(

@@ -1,6 +1,7 @@
 """What clusters do on ordinary days: greetings, environments that are not passed on, settings they do not have,
 file systems that not all nodes see."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ def test_options_reach_the_steps(
     assert "CPUs=12" in workers
     assert "TresPerNode=gres:gpu:toy:2" in workers
     assert "MinMemoryNode=2G" in slurm_testbed.run("scontrol", "show", "job", number).stdout
-    assert directory.log("worker-0").read_text() == "a b 1 3\n"
+    assert directory.log("worker-0").read_text() == f"a b 1 {os.nice(0) + 3}\n"
 
 
 def test_a_setup_line_that_fails_is_named(launchers: list[SlurmLauncher], directory: RunDirectory) -> None:
