@@ -91,10 +91,7 @@ def attend_constants(heads: int, kv_heads: int, head_dim: int, page: int, item_b
 
 
 # A whole number that happens to be 1, or a multiple of 16, must not compile the kernel anew in the middle of a run.
-_LENGTHS = ["seen", "query_row", "key_row", "value_row", "table_row"]
-
-
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=["seen", "query_row", "key_row", "value_row", "table_row"])
 def attend_split(
     query, key, value, keys, values, table, lengths, parts, weights,
     scale, seen, query_row, key_row, value_row, table_row,
