@@ -86,7 +86,7 @@ def make_environment(folder: Path) -> None:
     if not cuda:
         fail(
             f"torch {version} in {folder / 'venv'} was built without CUDA, and the tests need a build with it; remove "
-            "that folder, give pip no index or find-links with CPU builds first, and call again"
+            "that folder, see that pip takes torch from where it takes it by default, and call again"
         )
     print(f"{folder / 'venv'}: torch {version}, CUDA {cuda}")
 
