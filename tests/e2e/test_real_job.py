@@ -26,9 +26,10 @@ def last_number(text: str) -> str | None:
 def test_a_real_model_is_fetched_trained_and_evaluated(tmp_path: Path) -> None:
     root, cache = tmp_path / "real", os.environ.get("PIP_CACHE_DIR", Path.home() / ".cache/pip")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path), "PIP_CACHE_DIR": str(cache)}
-    words = [sys.executable, "scripts/real_job.py", "--root", root, "--steps", "1"]
+    environment["XDG_DATA_HOME"] = str(tmp_path)  # and profiles, outside of the checkout
+    words = [sys.executable, ROOT / "scripts/real_job.py", "--root", root, "--steps", "1"]
     done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     if "pip could not fetch" in done.stderr:
         pytest.skip(f"the package index cannot be reached: {done.stderr[-300:]}")
