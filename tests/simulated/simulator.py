@@ -114,23 +114,25 @@ class Simulator:
                 tails = ("\n".join(text.splitlines()[-TAIL_LINES:]) for text in texts)
                 shown = "\n".join(f"--- rank {rank}\n{tail}" for rank, tail in enumerate(tails))
                 raise AssertionError(f"{program} {' '.join(map(str, arguments))}: {problem}\n{shown}")
-            self._stop(coordinator)
-        # The report lists ranks as each communicator numbers them, so only their sum has a meaning.
-        ranks_of_all = json.loads(self._report.read_text())["ranks"]
-        return Outcome(texts, sum(rank["communicator_inits"] for rank in ranks_of_all))
+            return Outcome(texts, self._memberships(coordinator))
 
-    def realhf(self, *words: object, gpus: int) -> "subprocess.CompletedProcess[str]":
-        """One `realhf` command on a machine with simulated GPUs, with stand-ins for kernels in its workers."""
+    def realhf(self, *words: object, gpus: int) -> "tuple[subprocess.CompletedProcess[str], int]":
+        """One `realhf` command on a machine with simulated GPUs, with stand-ins for kernels in its workers.
+
+        Returns:
+            how it ended, and the sum of the sizes of all communicators, as `Outcome.memberships`.
+        """
         environment = self.environment(gpus) | {
             # By number: FakeGPU does not know devices by their UUIDs, which a launcher takes otherwise.
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
             "PYTHONPATH": f"{AT_START}:{ROOT}",
         }
         command = [str(self.python), "-m", "realhf.cli", *map(str, words)]
-        with self._coordinator():
-            return subprocess.run(
+        with self._coordinator() as coordinator:
+            ended = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
             )
+            return ended, self._memberships(coordinator)
 
     @contextmanager
     def _coordinator(self) -> "Iterator[subprocess.Popen[bytes]]":
@@ -141,7 +143,7 @@ class Simulator:
             wait_until(self._socket.exists, "the coordinator's socket")
             yield processes[0]
 
-    def _stop(self, coordinator: "subprocess.Popen[bytes]") -> None:
+    def _memberships(self, coordinator: "subprocess.Popen[bytes]") -> int:
         """Asks the coordinator to end, which writes its report then."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(GRACE_S)
@@ -149,6 +151,8 @@ class Simulator:
             connection.sendall(b"SHUTDOWN\n")
             connection.recv(100)
         coordinator.wait(60)
+        # The report lists ranks as each communicator numbers them, so only their sum has a meaning.
+        return sum(rank["communicator_inits"] for rank in json.loads(self._report.read_text())["ranks"])
 
 
 @contextmanager

@@ -15,7 +15,8 @@ LINES = [
     "end",
 ]
 # The sum of the ranks of all communicators, by (dp, tp, pp). All ranks have the world, and the groups of axes of more
-# than one rank; axes with the same ranks share one. torch makes one for each pair of stages that send to each other.
+# than one rank; axes with the same ranks share one. torch makes one for each pair of stages that send to each other: in
+# generation each sends to the next, and the last to the first.
 RANKS_OF_ALL = {
     (1, 1, 1): 0,
     (2, 1, 1): 2 * 2,  # world; data, model
@@ -24,7 +25,8 @@ RANKS_OF_ALL = {
     (2, 2, 1): 4 * 4,  # world; data; tensor; model
     (2, 1, 2): 4 * 4,  # world; data; model; stages
     (1, 2, 2): 4 * 4,  # world; tensor; model; stages
-    (1, 1, 4): 2 * 4 + 5 * 2,  # world; model; the pairs of neighbours, and of the last stage with the others
+    (1, 1, 4): 4 * 4,  # world; model; two pairs
+    (1, 2, 3): 5 * 6,  # world; tensor; model; two pairs
 }
 
 
@@ -43,5 +45,11 @@ def test_steps(simulator: Simulator, dp: int, tp: int, pp: int) -> None:
     for log in outcome.logs:
         assert [line for line in log.splitlines() if line in LINES] == LINES
     assert outcome.memberships == RANKS_OF_ALL[dp, tp, pp]
-    if pp <= 2:
-        assert outcome.memberships == strategy.size * planned(strategy)
+    assert outcome.memberships == strategy.size * planned(strategy)
+
+
+def test_only_groups_that_a_call_uses_have_communicators(simulator: Simulator) -> None:
+    """And layouts share them: of dp 2 tp 2 and tp 2 pp 2 these are the world, tensor, model, data, and the stages."""
+    outcome = simulator.run("layouts", 4)
+    assert [log.splitlines()[-1] for log in outcome.logs] == ["end"] * 4
+    assert outcome.memberships == 5 * 4

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
+from realhf.planning.model.descriptions import load_hardware
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.status import read_status
 from tests.simulated.simulator import Simulator
@@ -22,17 +23,22 @@ PLAN = ExecutionPlan(
 
 
 def test_ppo_goes_through_its_steps(simulator: Simulator, tmp_path: Path) -> None:
-    """Its tokens and metrics mean nothing."""
+    """Its tokens and metrics mean nothing. It makes the communicators that its plan counts."""
     save_plan(PLAN, tmp_path / "plan.json")
     words = ["--steps", "2", "--batch-size", "8", "--num-workers", "2", "--dtype", "bfloat16", "--no-evaluate"]
     words += ["--verify-reallocations-every", "0"]  # it compares values
     places = ["--data-dir", tmp_path / "data", "--run-dir", tmp_path / "run", "--plan", tmp_path / "plan.json"]
-    done = simulator.realhf("run", "experiments/ppo.py", *words, *places, gpus=2)
+    done, memberships = simulator.realhf("run", "experiments/ppo.py", *words, *places, gpus=2)
     assert done.returncode == 0, done.stderr[-4000:]
     status = read_status(RunDirectory(tmp_path / "run").status)
     assert status is not None
     assert (status.state, status.step) == ("done", 2)
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+    why = load_plan(tmp_path / "run/plan.json").rationale
+    assert why is not None
+    planned = sum(memory.communicator_bytes * memory.devices[1] for memory in why.memory)
+    # Each device has the world's, those of data and of moves, and one for all axes of the actor's layouts.
+    assert memberships * load_hardware("h100").communicator_bytes == planned == 8 * 688e6
     for worker in range(2):
         log = (tmp_path / f"run/logs/worker-{worker}.log").read_text()
         assert "attention on cuda: bfloat16: flash-attn over packed sequences" in log
