@@ -35,7 +35,7 @@ class Outcome:
     """A program that ended well on all ranks.
 
     logs: what each rank printed.
-    memberships: the sum of the sizes of all NCCL communicators that were made.
+    memberships: see `Simulator.memberships`.
     """
 
     logs: list[str]
@@ -115,9 +115,13 @@ class Simulator:
                 shown = "\n".join(f"--- rank {rank}\n{tail}" for rank, tail in enumerate(tails))
                 raise AssertionError(f"{program} {' '.join(map(str, arguments))}: {problem}\n{shown}")
             self._stop(coordinator)
+        return Outcome(texts, self.memberships())
+
+    def memberships(self) -> int:
+        """The sum of the sizes of all NCCL communicators that the last command has made."""
         # The report lists ranks as each communicator numbers them, so only their sum has a meaning.
         ranks_of_all = json.loads(self._report.read_text())["ranks"]
-        return Outcome(texts, sum(rank["communicator_inits"] for rank in ranks_of_all))
+        return sum(rank["communicator_inits"] for rank in ranks_of_all)
 
     def realhf(self, *words: object, gpus: int) -> "subprocess.CompletedProcess[str]":
         """One `realhf` command on a machine with simulated GPUs, with stand-ins for kernels in its workers."""
@@ -127,10 +131,12 @@ class Simulator:
             "PYTHONPATH": f"{AT_START}:{ROOT}",
         }
         command = [str(self.python), "-m", "realhf.cli", *map(str, words)]
-        with self._coordinator():
-            return subprocess.run(
+        with self._coordinator() as coordinator:
+            done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
             )
+            self._stop(coordinator)
+        return done
 
     @contextmanager
     def _coordinator(self) -> "Iterator[subprocess.Popen[bytes]]":

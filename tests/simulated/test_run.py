@@ -7,7 +7,7 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.status import read_status
 from tests.simulated.simulator import Simulator
 
-# Parameters of the actor move in each step, and samples between both workers.
+# Parameters of the actor move in each step, and samples between both workers through host memory.
 PLAN = ExecutionPlan(
     num_devices=2,
     calls={
@@ -29,6 +29,8 @@ def test_ppo_goes_through_its_steps(simulator: Simulator, tmp_path: Path) -> Non
     places = ["--data-dir", tmp_path / "data", "--run-dir", tmp_path / "run", "--plan", tmp_path / "plan.json"]
     done = simulator.realhf("run", "experiments/ppo.py", *words, *places, gpus=2)
     assert done.returncode == 0, done.stderr[-4000:]
+    # Each worker has the world's, that of moves, and one for all axes of its layouts; none for samples.
+    assert simulator.memberships() == 3 * 2
     status = read_status(RunDirectory(tmp_path / "run").status)
     assert status is not None
     assert (status.state, status.step) == ("done", 2)
