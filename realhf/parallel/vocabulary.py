@@ -16,6 +16,7 @@ from torch import Tensor
 
 from realhf.architecture.chunks import LOGITS_BYTES
 from realhf.cpu import fused
+from realhf.parallel.collectives import gathered
 from realhf.parallel.gradients import before_use, gradient_sink
 from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
@@ -369,9 +370,7 @@ def _over_ranks(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The statistics [4, n] of the whole vocabulary from those of every rank (see `_TokenLogprobs.forward`)."""
     if group is None:
         return own
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
-    return _joined(torch.stack(parts))
+    return _joined(gathered(own, group))
 
 
 def _joined(parts: Tensor) -> Tensor:
