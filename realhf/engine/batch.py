@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realhf.architecture.model import DecoderConfig
+from realhf.gpu.host_numbers import on_device
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Packed:
 def pack(sequences: Sequence[Tensor]) -> Packed:
     """Packs tensors [length, ...] of equal trailing shape."""
     values = torch.cat(list(sequences))
-    lengths = torch.tensor([0, *(len(s) for s in sequences)], dtype=torch.int32, device=values.device)
-    return Packed(values, lengths.cumsum(0, dtype=torch.int32))
+    lengths = torch.tensor([0, *(len(s) for s in sequences)], dtype=torch.int32)
+    return Packed(values, on_device(lengths.cumsum(0, dtype=torch.int32), values.device))
 
 
 @dataclass(frozen=True)
