@@ -17,6 +17,7 @@ from torch import Tensor
 
 from realhf.architecture.decoding import takes_flash
 from realhf.base.errors import UserError
+from realhf.gpu.host_numbers import on_device
 
 PackedKernel = Literal["flash-attn", "torch varlen", "scaled dot products"]
 
@@ -130,7 +131,7 @@ def last_token_borders(window: int | None) -> tuple[int, int]:
 
 def boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
     """cu_seqlens [sequences + 1] int32 of sequences laid end to end."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return on_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
 
 
 def _flash_attn_version() -> tuple[int, ...] | None:

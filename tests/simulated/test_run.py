@@ -8,7 +8,7 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.status import read_status
 from tests.simulated.simulator import Simulator
 
-# Parameters of the actor move in each step, and samples between both workers.
+# Parameters of the actor move in each step, and samples between both workers through host memory.
 PLAN = ExecutionPlan(
     num_devices=2,
     calls={
@@ -37,8 +37,8 @@ def test_ppo_goes_through_its_steps(simulator: Simulator, tmp_path: Path) -> Non
     why = load_plan(tmp_path / "run/plan.json").rationale
     assert why is not None
     planned = sum(memory.communicator_bytes * memory.devices[1] for memory in why.memory)
-    # Each device has the world's, those of data and of moves, and one for all axes of the actor's layouts.
-    assert memberships * load_hardware("h100").communicator_bytes == planned == 8 * 688e6
+    # Each device has the world's, that of moves, and one for all axes of the actor's layouts; none for samples.
+    assert memberships * load_hardware("h100").communicator_bytes == planned == 6 * 688e6
     for worker in range(2):
         log = (tmp_path / f"run/logs/worker-{worker}.log").read_text()
         assert "attention on cuda: bfloat16: flash-attn over packed sequences" in log

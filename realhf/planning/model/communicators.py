@@ -18,9 +18,9 @@ PAIRS: tuple[Axis, ...] = ("next", "previous")
 Digits = tuple[tuple[int, int], ...]  # (stride, count), strides ascending
 Key = tuple[str, Digits, int]
 
-# Labels of the communicators of all devices: of the world, of moves of parameters where there are any (also in
-# csrc/search/problem.h), and of data between calls.
-WORLD, MOVES, DATA = 0, 1, 2
+# Labels of the communicators of all devices: of the world, and of moves of parameters where there are any (also in
+# csrc/search/problem.h). Samples travel through host memory.
+WORLD, MOVES = 0, 1
 
 
 def axes_used(call: ModelFunctionCallDef, strategy: ParallelStrategy, *, gathers_parameters: bool) -> tuple[Axis, ...]:
@@ -62,7 +62,7 @@ class CommunicatorLabels:
 
     def of(self, keys: Iterable[Key]) -> tuple[int, ...]:
         """The labels of communicators, ascending, behind those that every device has."""
-        first = DATA + 1
+        first = MOVES + 1
         own = {self._labels.setdefault(key, first + len(self._labels)) for key in keys}
         return (*self._common, *sorted(own))
 
@@ -71,7 +71,7 @@ def of_all_devices(num_devices: int, *, moves: bool) -> tuple[int, ...]:
     """Labels of the communicators that every device has under any plan; `moves`: parameters move in every plan."""
     if num_devices == 1:
         return ()
-    return (WORLD, MOVES, DATA) if moves else (WORLD, DATA)
+    return (WORLD, MOVES) if moves else (WORLD,)
 
 
 @lru_cache(maxsize=65536)

@@ -10,7 +10,7 @@ from torch.fx.node import has_side_effect
 Compute = Callable[[], None]
 
 # They write into their arguments, which their schemas do not say: a trace would leave them out as unused.
-COLLECTIVES = (torch.ops.c10d.allreduce_.default, torch.ops.c10d.allgather_.default)
+COLLECTIVES = (torch.ops.c10d.allreduce_.default, torch.ops.c10d._allgather_base_.default)
 for collective in COLLECTIVES:
     has_side_effect(collective)
 
