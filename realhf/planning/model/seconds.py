@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
+from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.architecture.compute import Recomputation
 from realhf.architecture.decoding import num_buckets
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers, stage_layers
@@ -153,9 +154,17 @@ class RankSeconds:
         return self.placed.elements() / self.strategy.dp if is_divided else self.placed.elements()
 
     def _optimizer_s(self, updated: float) -> float:
-        """A step on `updated` parameters of a device; states that wait in host memory come and go for it."""
-        moved = 2 * updated * self.features.state_bytes(self.placed.dtype) if self.features.offloads_states else 0.0
-        return self.timings.optimizer(updated) + moved / self.timings.links.host_bandwidth
+        """A step on `updated` parameters of a device; states that wait in host memory come and go for it.
+
+        Links carry both directions at once, so two chunks in turns take half of the summed time; only the coming of the
+        first chunk and the going of the last hide nothing (`realhf.engine.train.staging`).
+        """
+        update_s = self.timings.optimizer(updated)
+        if not self.features.offloads_states:
+            return update_s
+        moved = 2 * updated * self.features.state_bytes(self.placed.dtype)
+        in_turns = 1 + min(OPTIMIZER_ELEMENTS / max(updated, 1), 1.0)
+        return in_turns / 2 * (update_s + moved / self.timings.links.host_bandwidth)
 
     def generate_s(self) -> float:
         """Prefill, which gives the first token, then a decode step for each further token of the longest response,

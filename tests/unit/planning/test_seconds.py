@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.architecture.compute import ModeRules
 from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfaceType
@@ -190,12 +191,17 @@ def test_gradients_of_a_tied_embedding_are_summed_over_its_two_copies(pp: int, t
 
 
 def test_states_in_host_memory_come_and_go() -> None:
-    """Two states of 4 bytes, there and back at 1,000 bytes a second."""
+    """Two states of 4 bytes, there and back at 500 bytes a second: a chunk's one after the other, and of more chunks
+    half of each is hidden, except for the coming of the first and the going of the last."""
     links = structs.replace(HARDWARE, host_bandwidth=500.0)
     timings = Priced(links=links)
     stay, come = (rank(TRAIN_STEP, CROSSES[0], timings=timings, offloads_states=away) for away in (False, True))
     assert stay._optimizer_s(100) == price("optimizer", 100)
     assert come._optimizer_s(100) == pytest.approx(price("optimizer", 100) + 2 * 100 * 8 / 500)
+    for chunks, share in ((1, 1.0), (2, 3 / 4), (9, 5 / 9)):
+        updated = chunks * OPTIMIZER_ELEMENTS
+        alone = price("optimizer", updated) + 2 * updated * 8 / 500
+        assert come._optimizer_s(updated) == pytest.approx(share * alone)
 
 
 @pytest.mark.parametrize("crosses", CROSSES)
