@@ -181,9 +181,10 @@ class CudaStandIns:
     def __init__(self, monkeypatch):
         self.log, self.graphs = [], []
         self.present, self.streams = SimpleNamespace(name="present"), []
-        self.on = self.present
-        for name in ("current_device", "current_stream", "stream", "empty_cache", "Stream", "CUDAGraph"):
+        for name in ("current_device", "current_stream", "stream", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", self.new_graph)
         self.present.wait_stream = lambda other: self.log.append(f"present waits for {other.name}")
         decode_graphs._recording_stream.cache_clear()
 
@@ -193,7 +194,7 @@ class CudaStandIns:
     def current_stream(self):
         return self.present
 
-    def Stream(self, device):
+    def new_stream(self, device):
         name = f"new of {device}"
         self.streams.append(name)
         return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}"))
@@ -207,7 +208,7 @@ class CudaStandIns:
     def empty_cache(self):
         self.log.append("empty the cache")
 
-    def CUDAGraph(self):
+    def new_graph(self):
         log, number = self.log, len(self.graphs)
 
         class Graph:

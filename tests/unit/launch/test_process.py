@@ -29,7 +29,6 @@ from realhf.launch.process import (
 )
 from realhf.rundir.paths import RunDirectory
 
-
 GPU = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "NCCL_GRAPH_REGISTER": "0",
