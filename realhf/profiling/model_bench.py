@@ -209,9 +209,12 @@ class ModelBench:
         def step() -> None:
             self._layers(x, cos, sin, attend)
 
-        capture = capture_of(self.decoder, DECODE_GRAPHS)
+        capture = capture_of(self.decoder, DECODE_GRAPHS) if replays else None
         with packed_weights(self.decoder):
-            return self.watch.seconds(capture(step) if capture and replays else step) / LAYERS
+            if capture is None:
+                return self.watch.seconds(step) / LAYERS
+            capture.run(step)
+            return self.watch.seconds(capture.record(step)) / LAYERS
 
     @torch.inference_mode()
     def sampling(self, sequences: int, context: int) -> float:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from realhf.launch.process import gpu_environment
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -92,13 +93,13 @@ class Simulator:
     def run(
         self, program: str, world: int, *arguments: object, environment: Mapping[str, str] | None = None
     ) -> Outcome:
-        """Runs a module of `programs` on ranks 0 to `world - 1`.
+        """Runs a module of `programs` on ranks 0 to `world - 1`, with the settings of CUDA that a launcher gives.
 
         Raises:
             AssertionError: a rank failed, or the deadline has passed; with the end of every rank's log. At the deadline
                 every rank prints the stacks of its threads first.
         """
-        environment = self.environment() | dict(environment or {}) | {"WORLD_SIZE": str(world)}
+        environment = self.environment() | gpu_environment() | dict(environment or {}) | {"WORLD_SIZE": str(world)}
         environment["STORE"] = str(self.scratch / "store")
         command = [str(self.python), "-X", "faulthandler", "-m", f"tests.simulated.programs.{program}"]
         command += map(str, arguments)

@@ -191,13 +191,19 @@ class RankSeconds:
 
     @property
     def _recording_s(self) -> float:
-        """What graphs cost that live for one call: for each its kernels are launched twice one by one, to run and to be
-        recorded. A batch that shrinks needs one for every number of rows."""
-        if not (self.features.cuda_graphs and self.lengths.decode_graphs == "call"):
+        """What graphs cost more that live for one call: the first step of each number of rows is launched kernel by
+        kernel in place of a graph, and its second one is recorded, which takes as long as to launch the kernels. Graphs
+        of a home whose parameters are gathered go with these. A batch that shrinks goes through all numbers of rows."""
+        features, lengths = self.features, self.lengths
+        keeps = lengths.decode_graphs == "kept" and not features.divides_parameters
+        if not features.cuda_graphs or lengths.decode_graphs == "off" or keeps:
             return 0.0
-        number = num_buckets(math.ceil(self.sequences)) if self.lengths.responses else 1
-        layers = len(stage_layers(self.model.num_layers, self.strategy.pp, 0))
-        return self.work.parts_in_flight * number * 2 * layers * self.timings.hardware.decode_launch_s
+        steps = sum(phase.steps for phase in self.work.decode_phases)
+        first = min(num_buckets(math.ceil(self.sequences)) if lengths.responses else 1, steps)
+        hardware, layers = self.timings.hardware, len(stage_layers(self.model.num_layers, self.strategy.pp, 0))
+        launched = hardware.decode_launch_s - hardware.decode_graph_launch_s
+        recorded_s = first * launched + min(first, steps - first) * hardware.decode_launch_s
+        return self.work.parts_in_flight * layers * recorded_s
 
     def _stages(self, seconds: Callable[[int], float]) -> list[float]:
         """`seconds` of every stage; those within the pipeline with equally many layers are alike."""
