@@ -36,6 +36,11 @@ def planned(strategy: ParallelStrategy) -> int:
     return len({group_key(layout, axis) for axis in axes}) + (strategy.size > 1)
 
 
+def test_flash_attn_reads_the_cache_where_triton_is_left_out(simulator: Simulator) -> None:
+    outcome = simulator.run("engine", 1, 1, 1, 1, environment={"REALHF_WITHOUT": "triton"})
+    assert [line for line in outcome.logs[0].splitlines() if line in LINES] == LINES
+
+
 @pytest.mark.parametrize(("dp", "tp", "pp"), RANKS_OF_ALL)
 def test_steps(simulator: Simulator, dp: int, tp: int, pp: int) -> None:
     strategy = ParallelStrategy(dp, tp, pp)
