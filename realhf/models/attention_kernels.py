@@ -182,7 +182,7 @@ def _triton_version() -> tuple[int, ...]:
     """Triton compiles a part of itself when its driver is first asked for, by the machine's C compiler."""
     version = _installed("triton")
     try:
-        importlib.import_module("triton.runtime.driver").driver.active.get_current_target()
+        importlib.import_module("triton.runtime").driver.active.get_current_target()
     except Exception as error:  # of any kind: of the compiler, the linker, the loader, an assertion
         raise _LackError(
             f"{version} does not work here ({_in_a_line(error)})",

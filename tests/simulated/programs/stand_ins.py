@@ -1,24 +1,21 @@
 """Stand-ins for kernels that the simulator cannot launch, and for values that a program looks at on the host."""
 
-import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 
 import realhf.engine.generate.paged_attention as paged_attention
-import realhf.gpu.paged_attention as triton_kernels
 import realhf.models.attention as attention
-import realhf.models.attention_kernels as attention_kernels
-from realhf.machine.gpu_kernels import left_out
+from realhf.models.attention_kernels import Machine, machine
 
-HOPPER = attention_kernels.Machine(
-    device="cuda", compute_capability=(9, 0), flash_attn=(2, 8), triton=None if "triton" in left_out() else (3, 8)
-)
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its operators live as long as it
 
 
@@ -45,34 +42,23 @@ def _with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Ten
     return torch.empty_like(q)
 
 
-class _Launched:
-    """In place of a kernel in Triton: looks at what it is launched with."""
+@lru_cache
+def _machine(device: str) -> Machine:
+    """This one, as if flash-attn were installed: torch's own `varlen_attn` cannot be launched."""
+    here = machine(device)
+    return replace(here, flash_attn=(2, 8), lacks=tuple(lack for lack in here.lacks if lack.name != "flash-attn"))
 
-    def __init__(self, kernel: Any):
-        self._signature = inspect.signature(kernel.fn)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: object, num_warps: int = 4, num_stages: int = 3, **constants: object) -> None:
-            given = self._signature.bind(*arguments, **constants).arguments
-            tensors = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
-            assert all(tensor.is_cuda for tensor in tensors.values())
-            rows, heads, head_dim = given["parts"].shape[:2] + given["parts"].shape[-1:]
-            assert grid[0] == rows == len(given["lengths"])
-            assert given["lengths"].dtype == torch.int32
-            assert given["HEAD_DIM"] == head_dim
-            if "table" not in given:
-                assert grid[1:] == (heads,)
-                return
-            kv_heads, page = given["keys"].shape[1:3]
-            assert given["keys"].shape == given["values"].shape == (len(given["keys"]), kv_heads, page, head_dim)
-            assert given["key"].shape == given["value"].shape == (rows, kv_heads, head_dim)
-            assert given["query"].shape == (rows, heads, head_dim)
-            assert len({given[name].dtype for name in ("query", "key", "value", "keys", "values")}) == 1
-            assert grid[1:] == (kv_heads, -(-given["table"].shape[1] * page // given["SPLIT"]))
-            for name in ("query", "key", "value", "table"):
-                assert given[name].stride(0) == given[f"{name}_row"]
+def _launch_triton() -> None:
+    """FakeGPU takes no threads for a kernel that it has loaded, where a GPU takes 1,024. Prints what is loaded."""
+    utils = triton.runtime.driver.active.utils
+    load = utils.load_binary
 
-        return launch
+    def loaded(name: str, *binary: object) -> tuple[object, ...]:
+        print(f"loaded {name}", flush=True)
+        return (*load(name, *binary)[:-1], 1024)
+
+    utils.load_binary = loaded
 
 
 def _zero(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,15 +88,13 @@ def _in_one_order(post: Callable[[list[dist.P2POp]], object]) -> Callable[[list[
 
 
 def install() -> None:
-    """Gives realhf a GPU with Triton, unless `REALHF_WITHOUT` says otherwise, and flash-attn, and torch the operators
-    above."""
+    """Gives realhf flash-attn, and torch the operators above. Triton's kernels are compiled and launched."""
     flash = ModuleType("flash_attn")
     vars(flash).update(flash_attn_varlen_func=_varlen, flash_attn_with_kvcache=_with_kvcache)
     sys.modules["flash_attn"] = flash
-    for name in ("attend_split", "join_splits"):
-        vars(triton_kernels)[name] = _Launched(vars(triton_kernels)[name])
-    for module in (attention_kernels, attention, paged_attention):
-        vars(module)["machine"] = lambda device: HOPPER
+    for module in (attention, paged_attention):
+        vars(module)["machine"] = _machine
+    _launch_triton()
     for name, operator in OPERATORS.items():
         _LIBRARY.impl(name, operator, "CUDA")
     vars(dist)["batch_isend_irecv"] = _in_one_order(dist.batch_isend_irecv)

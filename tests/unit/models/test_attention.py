@@ -27,7 +27,7 @@ def _no_compiler():
     raise RuntimeError("no C\ncompiler")
 
 
-# `triton.runtime.driver`, where its driver works and where it does not.
+# `triton.runtime`, where its driver works and where it does not.
 GOOD, NO_COMPILER = (
     SimpleNamespace(driver=SimpleNamespace(active=SimpleNamespace(get_current_target=target)))
     for target in (lambda: "sm_90", _no_compiler)
@@ -92,13 +92,13 @@ def test_a_word_that_no_kernel_has_is_refused(monkeypatch):
     ("installed", "modules", "whys"),
     [
         ({}, {}, ["is not installed", "is not installed"]),
-        ({"triton": "3.8.0", "flash-attn": "2.8.3"}, {"triton.runtime.driver": GOOD, "flash_attn": GOOD}, []),
+        ({"triton": "3.8.0", "flash-attn": "2.8.3"}, {"triton.runtime": GOOD, "flash_attn": GOOD}, []),
         (
             {"triton": "3.8.0", "flash-attn": "2.8.3"},
-            {"triton.runtime.driver": NO_COMPILER, "flash_attn": None},
+            {"triton.runtime": NO_COMPILER, "flash_attn": None},
             ["3.8.0 does not work here (RuntimeError: no C compiler)", "2.8.3 does not load with torch"],
         ),
-        ({"triton": "3.8.0", "flash-attn": "2.5.9"}, {"triton.runtime.driver": GOOD, "flash_attn": GOOD},
+        ({"triton": "3.8.0", "flash-attn": "2.5.9"}, {"triton.runtime": GOOD, "flash_attn": GOOD},
          ["2.5.9 is older than 2.6"]),
     ],
 )  # fmt: skip
