@@ -22,6 +22,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 AT_START = Path(__file__).parent / "at_start"
 FOLDER_VARIABLE = "REALHF_SIMULATED_GPU"
+OTHERS = ("CUDA_", "PYTORCH_", "TRITON_")  # variables that are not passed on
 DEADLINE_S = 900.0  # only a hang reaches it
 GRACE_S = 5.0  # in which ranks may end by themselves, once one has failed or all have been asked for their stacks
 TAIL_LINES = 40
@@ -71,7 +72,7 @@ class Simulator:
         """The environment of a process that sees this many simulated GPUs."""
         library = self.folder / "lib"
         return {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "PYTORCH_"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith(OTHERS)},
             "FAKEGPU_MODE": "simulate",
             "FAKEGPU_DIST_MODE": "simulate",
             "FAKEGPU_PROFILE": "h100",
@@ -88,6 +89,7 @@ class Simulator:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
         }
 
     def run(

@@ -8,10 +8,15 @@ from realhf.planning.model.communicators import axes_used, group_key
 from tests.simulated.simulator import Simulator
 from tests.unit.api.calls import call
 
+# Each kernel is compiled and loaded once for all shapes, in front of the first generation that needs it.
 LINES = [
     "trained in step 0",
     "trained in step 1",
+    "loaded attend_split",
     *(f"generated with decode graphs {graphs}" for graphs in ("off", "call", "kept")),
+    "loaded attend_split",
+    "loaded join_splits",
+    "generated behind long prompts",
     "end",
 ]
 # The sum of the ranks of all communicators, by (dp, tp, pp). All ranks have the world, and the groups of axes of more
@@ -36,6 +41,12 @@ def planned(strategy: ParallelStrategy) -> int:
     calls = call("actor", TRAIN_STEP), call("actor", GENERATE)
     axes = {axis for each in calls for axis in axes_used(each, strategy, gathers_parameters=False)}
     return len({group_key(layout, axis) for axis in axes}) + (strategy.size > 1)
+
+
+def test_flash_attn_reads_the_cache_where_triton_is_left_out(simulator: Simulator) -> None:
+    outcome = simulator.run("engine", 1, 1, 1, 1, environment={"REALHF_WITHOUT": "triton"})
+    loaded = [line for line in LINES if line.startswith("loaded")]
+    assert [line for line in outcome.logs[0].splitlines() if line in LINES] == [x for x in LINES if x not in loaded]
 
 
 @pytest.mark.parametrize(("dp", "tp", "pp"), RANKS_OF_ALL)
