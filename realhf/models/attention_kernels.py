@@ -22,7 +22,7 @@ from realhf.machine.gpu_kernels import REMEDIES, WITHOUT, left_out
 
 PackedKernel = Literal["flash-attn", "torch varlen", "scaled dot products"]
 
-_LEAST_CAPABILITY = (8, 0)  # of flash-attn 2 and torch's build of it; our kernels are compiled for it and later ones
+_LEAST_CAPABILITY = (8, 0)  # flash-attn 2 and torch's build of it need it; our kernels compile for it
 # The first version with windows, pages and deterministic gradients.
 _FLASH_ATTN_VERSION = (2, 6)
 
@@ -169,7 +169,7 @@ class _LackError(Exception):
 
 
 def _found(name: str, find: Callable[[], Found], lacks: list[Lack]) -> Found | None:
-    """What `find` returns, or None and one of `lacks` more."""
+    """Returns the result of `find`; None where it raises, and then adds to `lacks`."""
     try:
         if name in left_out():
             raise _LackError(f"is left out by {WITHOUT}", f"take it out of {WITHOUT}")
@@ -184,7 +184,7 @@ def _triton_version() -> tuple[int, ...]:
     version = _installed("triton")
     try:
         importlib.import_module("triton.runtime").driver.active.get_current_target()
-    except Exception as error:  # of any kind: of the compiler, the linker, the loader, an assertion
+    except Exception as error:  # the compiler, the linker and the loader raise each their own
         raise _LackError(
             f"{version} does not work here ({_in_a_line(error)})",
             f"it needs a C compiler and Python's headers (apt-get install gcc python3-dev), or {WITHOUT}=triton",
@@ -214,7 +214,7 @@ def _varlen_options() -> frozenset[str]:
     options = frozenset(inspect.signature(varlen_attn).parameters)
     # A causal mask is a window that is open to the left, so a `varlen_attn` without windows has no causal mask.
     if "window_size" not in options:
-        raise _LackError(f"of torch {torch.__version__} has no windows")
+        raise _LackError(f"has no windows in torch {torch.__version__}")
     return options
 
 

@@ -14,7 +14,7 @@ from realhf.models.attention_kernels import Machine, last_token_borders, machine
 PagedKernel = Literal["C++", "Triton", "flash-attn", "gathered pages"]
 
 _USUAL_HEAD_DIM = 128
-# What a kernel costs that takes the place of one that is missing.
+# The cost of each kernel where it takes the place of a missing one.
 _COSTS = {
     "flash-attn": f"in pages of {FLASH_PAGE_TOKENS} tokens, where plans count on pages of {PAGE_TOKENS}",
     "gathered pages": "so that each step first copies its keys and values, which takes memory and many times as long",
