@@ -18,7 +18,7 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.engine import build
 from realhf.engine.arena import Arena
 from realhf.engine.batch import Batch
-from realhf.engine.generate.batching import Scheduler, pages_for
+from realhf.engine.generate.batching import Limits, Scheduler, pages_for
 from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import capture_of
 from realhf.engine.generate.kv_cache import KVCache, StepAttention
@@ -228,11 +228,13 @@ class ModelBench:
         scheduler = Scheduler(
             [context] * sequences,
             range(sequences),  # as if the prompts were different
-            num_pages=sequences * pages_for(context + _MOST_STEPS, page),
-            page_size=page,
-            max_running=sequences,
-            max_prefill_tokens=sequences * context,
-            holds_all=True,
+            Limits(
+                num_pages=sequences * pages_for(context + _MOST_STEPS, page),
+                page_size=page,
+                max_running=sequences,
+                max_prefill_tokens=sequences * context,
+                holds_all=True,
+            ),
         )
         running = RunningBatch(self.decoder, choice, scheduler, self._cache(1), return_logits=False)
         logits = torch.randn(sequences, self.model.vocab_size, dtype=self.dtype, device=self.device)

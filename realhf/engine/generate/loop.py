@@ -10,7 +10,7 @@ import torch
 from realhf.architecture.chunks import PREFILL_TOKENS
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch, check_positions, check_tokens
-from realhf.engine.generate.batching import Scheduler, pages_for
+from realhf.engine.generate.batching import Limits, Scheduler, pages_for
 from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import CacheSizes, DecodeWorkspace, capture_of
 from realhf.engine.generate.decode_layers import decode_layers
@@ -153,12 +153,14 @@ def _running_batch(
     scheduler = Scheduler(
         choice.prompt_lengths.tolist(),
         choice.first_with_prompt(),
-        num_pages=num_pages,
-        page_size=page,
-        max_running=max_running,
-        max_prefill_tokens=PREFILL_TOKENS,
-        holds_all=num_pages == enough,
-        least_share=0.0 if workspace.capture is None else LEAST_SHARE,
+        Limits(
+            num_pages=num_pages,
+            page_size=page,
+            max_running=max_running,
+            max_prefill_tokens=PREFILL_TOKENS,
+            holds_all=num_pages == enough,
+            least_share=0.0 if workspace.capture is None else LEAST_SHARE,
+        ),
     )
     sizes = CacheSizes(num_pages, max_rows=max_running, width=largest)
     cache, graphs = workspace.of_batch(place, decoder, kernels, sizes)

@@ -51,7 +51,7 @@ class RunningBatch:
         self.return_logits = return_logits
         self.device = next(decoder.parameters()).device
         width = max(pages_for(length, cache.kernels.page) for length in choice.longest().tolist())
-        self._table = np.zeros((scheduler.max_running, width), dtype=np.int32)
+        self._table = np.zeros((scheduler.limits.max_running, width), dtype=np.int32)
         self._drawn = DrawnTokens()
         self.steps = 0
 

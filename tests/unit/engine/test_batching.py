@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.engine.generate.batching import Scheduler, Step, pages_for
+from realhf.engine.generate.batching import Limits, Scheduler, Step, pages_for
 from realhf.engine.generate.block_manager import BlockManager
 
 PAGE = 4
@@ -64,12 +64,14 @@ def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_pre
     scheduler = Scheduler(
         lengths,
         twins,
-        num_pages=num_pages,
-        page_size=PAGE,
-        max_running=max_running,
-        max_prefill_tokens=max_prefill_tokens,
-        holds_all=False,
-        least_share=least_share,
+        Limits(
+            num_pages=num_pages,
+            page_size=PAGE,
+            max_running=max_running,
+            max_prefill_tokens=max_prefill_tokens,
+            holds_all=False,
+            least_share=least_share,
+        ),
     )
     memory = Memory(lengths, twins)
     drawn: Counter[int] = Counter()
@@ -94,12 +96,14 @@ def scheduler_of(
     return Scheduler(
         lengths,
         twins,
-        num_pages=num_pages,
-        page_size=PAGE,
-        max_running=max_running,
-        max_prefill_tokens=max_prefill_tokens,
-        holds_all=holds_all,
-        least_share=least_share,
+        Limits(
+            num_pages=num_pages,
+            page_size=PAGE,
+            max_running=max_running,
+            max_prefill_tokens=max_prefill_tokens,
+            holds_all=holds_all,
+            least_share=least_share,
+        ),
     )
 
 
