@@ -75,20 +75,20 @@ def key(number: int) -> Key:
 
 
 def test_equal_keys_have_equal_labels() -> None:
-    """Ascending, behind the three of all devices, as they are first seen."""
-    labels = CommunicatorLabels([2, 0])
-    assert labels.of([key(5)]) == (0, 2, 3)
-    assert labels.of([key(1), key(5)]) == (0, 2, 3, 4)
-    assert labels.of([key(7), key(1)]) == (0, 2, 4, 5)
-    assert labels.of([key(1), key(1)]) == (0, 2, 4)
-    assert labels.of([]) == (0, 2)
-    assert labels.of([key(number) for number in (20, 21, 22, 5)]) == (0, 2, 3, 6, 7, 8)
-    assert labels.of([key(22), key(5)]) == (0, 2, 3, 8)
-    assert CommunicatorLabels([]).of([key(1)]) == (3,)
+    """Ascending, behind the two of all devices, as they are first seen."""
+    labels = CommunicatorLabels([1, 0])
+    assert labels.of([key(5)]) == (0, 1, 2)
+    assert labels.of([key(1), key(5)]) == (0, 1, 2, 3)
+    assert labels.of([key(7), key(1)]) == (0, 1, 3, 4)
+    assert labels.of([key(1), key(1)]) == (0, 1, 3)
+    assert labels.of([]) == (0, 1)
+    assert labels.of([key(number) for number in (20, 21, 22, 5)]) == (0, 1, 2, 5, 6, 7)
+    assert labels.of([key(22), key(5)]) == (0, 1, 2, 7)
+    assert CommunicatorLabels([]).of([key(1)]) == (2,)
 
 
-def test_all_devices_have_the_world_and_data_between_calls() -> None:
+def test_all_devices_have_the_world() -> None:
     """And moves of parameters, where there are any; one device has none."""
-    assert of_all_devices(2, moves=True) == (0, 1, 2)
-    assert of_all_devices(2, moves=False) == (0, 2)
+    assert of_all_devices(2, moves=True) == (0, 1)
+    assert of_all_devices(2, moves=False) == (0,)
     assert of_all_devices(1, moves=True) == of_all_devices(1, moves=False) == ()

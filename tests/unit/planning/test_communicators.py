@@ -110,7 +110,7 @@ def counted(plan: ExecutionPlan, graph: DataflowGraph, device: int) -> int:
     for name, definition in graph.calls.items():
         layout = plan.layout(name)
         if device in layout.mesh.devices:
-            found |= {"world", "data between calls"}
+            found.add("world")
             for axis, is_needed in needed(definition, layout.strategy).items():
                 if is_needed:
                     # Between the ends of a pipeline `tied` is counted, though such a device has none. Pairs of two

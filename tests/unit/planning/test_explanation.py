@@ -41,15 +41,15 @@ def test_the_memory_of_every_device_is_the_prediction() -> None:
 
 
 def test_communicators_are_told_apart_from_what_else_stays() -> None:
-    """Two of all devices (the world, data between calls) where calls run; every call has its model's layout."""
+    """One of all devices (the world) where calls run; every call has its model's layout."""
     of, each = task(4), 1_000_000.0
     hardware = replace(of.costs.hardware, communicator_bytes=each)
     counting = dataclasses.replace(of, costs=dataclasses.replace(of.costs, hardware=hardware))
     plan = split_plan(of)
     without, prediction = predict(of, plan), predict(counting, plan)
     why = why_of(counting, prediction.plan)
-    assert [why.memory_of(device).communicator_bytes for device in range(4)] == [2 * each, 2 * each, 0, 0]  # type: ignore[union-attr]
-    assert why.memory[0].static_bytes == why_of(of, without.plan).memory[0].static_bytes + 2 * each
+    assert [why.memory_of(device).communicator_bytes for device in range(4)] == [each, each, 0, 0]  # type: ignore[union-attr]
+    assert why.memory[0].static_bytes == why_of(of, without.plan).memory[0].static_bytes + each
     analysis = analyse(counting, prediction)
     figure = memory_figure(analysis, 2**32)
     assert [bar.name for bar in figure.data] == ["stays", "communicators", "while a call runs"]

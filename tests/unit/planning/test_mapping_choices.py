@@ -177,10 +177,10 @@ def test_options_are_ranked_by_their_seconds() -> None:
 
 
 def test_the_room_of_a_device_is_beside_the_communicators_of_all() -> None:
-    """The world's, that of moves and that of data."""
+    """The world's and that of moves."""
     hardware = structs.replace(TASK.costs.hardware, communicator_bytes=100.0)
     task = replace(TASK, costs=replace(TASK.costs, hardware=hardware))
-    assert Mapper(task)._left_bytes() == task.cluster.device_memory_bytes - 300
+    assert Mapper(task)._left_bytes() == task.cluster.device_memory_bytes - 200
     model = task.call_models["critic_train_step"]
     option = Option(Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2)), 1)
     own = model.communicator_bytes(option.layout)
