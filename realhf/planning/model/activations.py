@@ -7,6 +7,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from realhf.architecture.decoding import takes_flash
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.planning.model.features import ENGINE, EngineFeatures
 
@@ -27,17 +28,18 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
     Whole, divided over tp with sequence parallelism only: of each norm its input in w, what it is normalised to, the
     output, and the root. Divided: rotated q and k, v and attention's output (all a), that output again, a number a
     head, and four arrays of a gated MLP or two of a plain one. The rotary tables are those of all layers. A fused norm
-    keeps its input and its output, a fused MLP three arrays.
+    keeps its input and its output, a fused MLP three arrays. Flash attention's output is not copied.
     """
     item, wide, attention = _items(dtype, features)
-    whole = 2 * _norm_bytes(model, dtype, features) + 2 * model.experts.per_token * model.hidden_size * item
-    divided = model.query_size * (2 * attention + item) + model.kv_size * 2 * attention + model.num_heads * wide
+    copy = 0 if flash_attends(model, dtype, features) else item
+    divided = model.query_size * (2 * attention + copy) + model.kv_size * 2 * attention + model.num_heads * wide
     if model.qk_norm:
         heads, elements = model.num_heads + model.num_kv_heads, model.query_size + model.kv_size
         is_fused = _is_fused(model, dtype, features)
         divided += elements * item if is_fused else elements * (wide + item) + heads * wide
-    divided += _mlp_kept_arrays(model, dtype, features) * model.active_intermediate_size * item
-    return whole / (tp if features.sequence_parallel else 1) + divided / tp
+    divided += mlp_kept_bytes(model, dtype, features)
+    whole = 2 * model.experts.per_token * model.hidden_size * item / (tp if features.sequence_parallel else 1)
+    return 2 * norm_bytes(model, dtype, tp, features) + whole + divided / tp
 
 
 def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
@@ -111,12 +113,31 @@ def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engine
     mlp = 2 * model.active_intermediate_size / tp * item + 2 * model.hidden_size * item
     attending = 2 * (model.query_size + model.kv_size) / tp * attention
     if features.recomputation == "off":
-        freed = _mlp_kept_arrays(model, dtype, features) * model.active_intermediate_size / tp * item
-        freed += _norm_bytes(model, dtype, features)
+        freed = mlp_kept_bytes(model, dtype, features) / tp + _norm_bytes(model, dtype, features)
         most = max(behind, mlp, attending - freed)
     else:
         most = max(behind, mlp + attending)
     return most + 2 * model.head_dim * item
+
+
+def flash_attends(model: DecoderConfig, dtype: DType, features: EngineFeatures) -> bool:
+    """Whether training attends by flash attention's kernels."""
+    return features.on_gpus and takes_flash(dtype, model.head_dim)
+
+
+def norm_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures) -> float:
+    """A token's bytes that a norm of hidden states keeps; with sequence parallelism the products behind it keep their
+    gathered input whole, which is counted on GPUs alone."""
+    kept = _norm_bytes(model, dtype, features)
+    if not features.sequence_parallel:
+        return kept
+    gathered = model.hidden_size * DTYPE_BYTES[dtype] if features.on_gpus else 0
+    return (kept - gathered) / tp + gathered
+
+
+def mlp_kept_bytes(model: DecoderConfig, dtype: DType, features: EngineFeatures) -> int:
+    """A token's bytes that all ranks together keep within the MLP."""
+    return _mlp_kept_arrays(model, dtype, features) * model.active_intermediate_size * DTYPE_BYTES[dtype]
 
 
 def _items(dtype: DType, features: EngineFeatures) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from realhf.api.computation import computation_of
 from realhf.api.experiment import ModelSetup
-from realhf.architecture.chunks import LOGITS_BYTES
+from realhf.architecture.chunks import GPU_LOGITS_BYTES, LOGITS_BYTES
 from realhf.architecture.compute import Computation, ModeRules, Recomputation, Recomputed
 from realhf.architecture.decoding import GraphLife, graphs_refusal, page_tokens
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
@@ -33,7 +33,9 @@ class EngineFeatures:
     recomputation: "full": a layer keeps only its input, and the backward pass runs its forward again (Chen et al.,
         2016; Korthikanti et al., 2022, section 5); "selective": it runs all but products and attention again.
     recomputed_layers: the first layers of every model chunk alone do so; None: all.
-    on_gpus: the KV cache has the pages that flash-attn needs, the larger ones, where it takes the dtype and the heads.
+    on_gpus: the KV cache has the pages that flash-attn needs, the larger ones, where it takes the dtype and the heads;
+        passes take the memory of `realhf.planning.model.gpu_memory`.
+    multiprocessors: of a GPU, see `realhf.planning.model.hardware.Hardware`.
     cuda_graphs: on GPUs, a decode step is replayed as a graph, where the call asks for it
         (`GenerationOptions.decode_graphs`) and the model allows it (`realhf.architecture.decoding`).
     full_logits: logits are gathered over tp, and every rank makes its passes over the whole vocabulary. Else each
@@ -65,6 +67,7 @@ class EngineFeatures:
     recomputation: Recomputation = "off"
     recomputed_layers: int | None = None
     on_gpus: bool = False
+    multiprocessors: int = 1
     cuda_graphs: bool = True
     full_logits: bool = False
     response_logits: bool = True
@@ -100,9 +103,13 @@ class EngineFeatures:
     def on(self, hardware: Hardware) -> "EngineFeatures":
         """The features on this hardware. In a host's memory states have no other memory to wait in."""
         in_host = hardware.shares_host_memory
+        is_usual = hardware.is_gpu and self.logits_chunk_bytes == LOGITS_BYTES
+        chunk_bytes = GPU_LOGITS_BYTES if is_usual else self.logits_chunk_bytes
         return replace(
             self,
             on_gpus=hardware.is_gpu,
+            multiprocessors=hardware.multiprocessors,
+            logits_chunk_bytes=chunk_bytes,
             packs_weights=hardware.packs_weights,
             offloads_states=self.offloads_states and not in_host,
             in_host_memory=in_host,

@@ -3,14 +3,10 @@
 torch's "fake" process group takes every rank of any world in one process; tensors are on `meta`, without memory.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import Computation
@@ -22,23 +18,15 @@ from realhf.parallel.groups import GroupTable
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.memory import PlacedModel
+from tests.unit.engine.fake_ranks import as_rank
 
 WORLD = 128
-
-
-@contextmanager
-def as_rank(rank: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def static_bytes(layout: Layout, rank: int) -> int:
     """Parameters, gradient and optimizer states that the engine makes on a rank."""
     compute = Computation(recomputation="full", sequence_parallel=True)
-    with as_rank(rank):
+    with as_rank(rank, WORLD):
         groups = GroupTable([layout], rank).groups(layout)
         spec = ModelSpec(
             LLAMA["llama70b"], groups, torch.bfloat16, "meta", optimizer=OptimizerConfig(), compute=compute
