@@ -37,6 +37,7 @@ from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.cli.output import table_of, wide_output
 from realhf.launch.devices import in_words
+from realhf.machine.gpu_kernels import WITHOUT
 from realhf.machine.gpus import VISIBLE, Gpu, driver_version, visible_gpus
 from realhf.machine.torch_build import torch_cuda_version
 from realhf.planning.model.hardware import GIB
@@ -130,7 +131,7 @@ def steps(out: Path, gpus: Sequence[Gpu], *, on_cpu: bool) -> list[Step]:
         return Step(f"{case} benchmark", command, 40, remedy, environment=alone)
 
     errors = "see `nvidia-smi` and `dmesg | grep Xid` for errors, and for other processes on the GPU"
-    attention = f"pip uninstall flash-attn: torch's own kernels take its place; {file_it}"
+    attention = f"leave out the kernel that the failed tests name: {WITHOUT}=triton,flash-attn,varlen; {file_it}"
     memory = f'leave out what failed: decode_graphs="off", backend="native", or plans without offload; {file_it}'
     graphs = f'run with GenerationOptions(decode_graphs="off") (--ppo.decode-graphs off for PPO); {file_it}'
     nccl = "NCCL_DEBUG=INFO says more, `nvidia-smi topo -m` shows the links, NCCL_P2P_DISABLE=1 goes around them"

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pynvml
 
-from realhf.cli.doctor import find_torch, gpu_checks, run_checks
-from realhf.cli.doctor_devices import find_attention, find_ranks
+from realhf.cli.doctor import find_torch, gpu_checks, kernel_checks, run_checks
+from realhf.cli.doctor_devices import find_ranks
 from realhf.cli.findings import Check, Finding
 from realhf.cli.output import Output
 from realhf.launch.devices import in_words
@@ -22,12 +22,7 @@ from realhf.machine.torch_build import torch_cuda_version
 
 # The oldest driver for a torch of each CUDA (NVIDIA's "CUDA Compatibility", minor version compatibility).
 LEAST_DRIVERS = {12: 525, 13: 580}
-# The packages that GPUs are for: what a run does without each, and how to install it.
-PACKAGES = {
-    "flash-attn": ("torch's own kernels take its place", "pip install --no-build-isolation 'realhf[flash-attn]'"),
-    "triton": ("only torch.compile needs it", "pip install 'realhf[gpu]'"),
-    "megatron-core": ('only backend="megatron" needs it', "pip install 'realhf[gpu]'"),
-}
+MEGATRON = "pip install 'realhf[gpu]'"
 PARTS = ("packages", "one", "graphs", "groups")
 
 
@@ -42,13 +37,10 @@ def checks_of(part: str, *, on_cpu: bool) -> list[Check]:
                 Check("driver", find_driver, "see that `nvidia-smi` lists the GPUs; install NVIDIA's driver"),
                 Check("torch", find_torch, "pip install 'torch>=2.11'"),
                 Check("NCCL", find_nccl_version, "install a CUDA build of torch, which brings NCCL (pytorch.org)"),
-                *(Check(name, partial(find_package, name), how) for name, (_, how) in PACKAGES.items()),
+                *kernel_checks("attention", "cpu" if on_cpu else "cuda"),
+                Check("megatron-core", find_megatron, MEGATRON),
                 Check("pytest", partial(version, "pytest"), "pip install pytest: the tests of kernels need it"),
-                Check(
-                    "attention", partial(find_attention, "cpu" if on_cpu else "cuda"),
-                    "pip uninstall flash-attn: torch's own kernels take its place",
-                ),
-            ]  # fmt: skip
+            ]
         case "one", False:
             graphs = Check("decode graphs", ready["CUDA graphs"].find, no_graphs)
             return [ready["CUDA"], ready["GPU arithmetic"], graphs]
@@ -95,13 +87,11 @@ def find_nccl_version() -> str | Finding:
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
-def find_package(name: str) -> str | Finding:
-    """The version of one of `PACKAGES`; without it, how a run does without."""
+def find_megatron() -> str | Finding:
     try:
-        return version(name)
+        return version("megatron-core")
     except PackageNotFoundError:
-        without, how = PACKAGES[name]
-        return Finding("warn" if visible_gpus() else "info", f"not installed: {without}", how)
+        return Finding("info", 'not installed: only backend="megatron" needs it', MEGATRON)
 
 
 def main() -> int:

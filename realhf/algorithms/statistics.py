@@ -1,6 +1,7 @@
 """Adding up and naming statistics, which are pairs (weighted sum, weight)."""
 
 from collections.abc import Iterable
+from typing import cast
 
 from torch import Tensor
 
@@ -24,5 +25,10 @@ def prefixed(prefix: str, stats: Stats) -> Stats:
 
 
 def mean_of(x: Tensor) -> tuple[float, float]:
-    """The statistic whose mean is that of the elements of `x`."""
-    return float(x.detach().double().sum()), float(x.numel())
+    """The statistic whose mean is that of the elements of `x`.
+
+    The sum of a GPU's tensor stays there, as a scalar tensor that adds up like a number: those of a whole mini-batch
+    are read together, so that the host does not wait for each micro-batch.
+    """
+    total = x.detach().double().sum()
+    return float(total) if total.device.type == "cpu" else cast(float, total), float(x.numel())

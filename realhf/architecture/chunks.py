@@ -7,9 +7,12 @@ PREFILL_TOKENS = 4096
 # prefix saves less time than the extra attention calls take.
 SHORTEST_SHARED = 8
 
-# Elements of a vector on a GPU whose optimizer states are updated at a time: enough for its full rate, and a bound on
-# the states that come from the host at once.
-OPTIMIZER_ELEMENTS = 2**26
+# Elements of a vector on a GPU whose optimizer states are updated at a time: enough for its full rate.
+OPTIMIZER_ELEMENTS = 2**25
+
+# Chunks of so many elements that are on a GPU together where the states wait in host memory: one comes or goes while
+# another one is updated. An update is so much shorter than a copy that a third would gain nothing.
+STAGED_CHUNKS = 2
 
 # The logits of a tile on a CPU: they stay in or near a core's cache, and are still enough for efficient products.
 LOGITS_BYTES = 4 << 20

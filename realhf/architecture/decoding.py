@@ -10,12 +10,16 @@ from realhf.architecture.transformers_config import TransformersConfig
 GraphLife = Literal["kept", "call", "off"]  # how long graphs of decode steps live (`GenerationOptions.decode_graphs`)
 DECODE_GRAPHS: GraphLife = "kept"  # the default
 
-PAGE_TOKENS = 16  # per page of the KV cache; a test compares the C++ kernels with it
-FLASH_PAGE_TOKENS = 256  # flash-attn 2 takes multiples of this
+# Per page of the KV cache, of all kernels but flash-attn's. Plans count on it; a test compares the C++ kernels with it.
+PAGE_TOKENS = 16
+FLASH_PAGE_TOKENS = 256  # flash-attn 2 takes multiples of this, where it takes the place of our kernel
 
 # The dtypes and head dimensions that flash-attn 2, and torch's build of it, take.
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASH_HEAD_DIM, FLASH_HEAD_MULTIPLE = 256, 8
+# Those of our kernel for GPUs (`realhf.gpu.paged_attention`).
+TRITON_DTYPES = ("bfloat16", "float16", "float32")
+TRITON_HEAD_DIM = 256
 
 
 def takes_flash(dtype: str, head_dim: int) -> bool:
@@ -23,9 +27,9 @@ def takes_flash(dtype: str, head_dim: int) -> bool:
     return dtype in FLASH_DTYPES and head_dim <= FLASH_HEAD_DIM and head_dim % FLASH_HEAD_MULTIPLE == 0
 
 
-def page_tokens(dtype: str, head_dim: int, *, has_flash: bool) -> int:
-    """Tokens in a page of the KV cache, with flash-attn's kernel at hand or without."""
-    return FLASH_PAGE_TOKENS if has_flash and takes_flash(dtype, head_dim) else PAGE_TOKENS
+def takes_triton(dtype: str, head_dim: int) -> bool:
+    """Whether our kernel for GPUs takes heads of `head_dim` numbers of `dtype`."""
+    return dtype in TRITON_DTYPES and head_dim <= TRITON_HEAD_DIM
 
 
 def rows_bucket(rows: int) -> int:

@@ -21,10 +21,19 @@ from rich.console import Console
 from rich.text import Text
 
 from realhf.base.errors import UserError
-from realhf.cli.doctor_devices import find_attention, find_cuda, find_gpu_matmul, find_gpus, find_nccl, find_ranks
+from realhf.cli.doctor_devices import (
+    find_attention,
+    find_cuda,
+    find_gpu_matmul,
+    find_gpus,
+    find_kernel,
+    find_nccl,
+    find_ranks,
+)
 from realhf.cli.doctor_wire import find_curve, find_host_name, find_keys, find_loopback
 from realhf.cli.findings import Check, Finding, State
 from realhf.cli.output import Output
+from realhf.machine.gpu_kernels import REMEDIES, WITHOUT
 from realhf.machine.host import read_host
 from realhf.planning.model.hardware import GIB
 
@@ -95,7 +104,16 @@ def gpu_checks() -> list[Check]:
         Check("NCCL groups", partial(find_nccl, "groups"), nccl),
         Check("GPU reallocation", partial(find_nccl, "reallocation"), nccl),
         Check("CUDA graphs", partial(find_nccl, "generation"), 'set decode_graphs="off" in the generation options'),
-        Check("GPU attention", partial(find_attention, "cuda"), "pip install flash-attn --no-build-isolation"),
+        *kernel_checks("GPU attention", "cuda"),
+    ]
+
+
+def kernel_checks(name: str, device: str) -> list[Check]:
+    """The attention kernels that are taken on a device, under this name, and each of a package that is missing."""
+    remedy = f"correct {WITHOUT}, or leave out by it what does not work: {', '.join(REMEDIES)}"
+    return [
+        Check(name, partial(find_attention, device), remedy),
+        *(Check(kernel, partial(find_kernel, kernel), remedy) for kernel in REMEDIES),
     ]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from realhf.base.code_files import python_command
@@ -110,8 +111,8 @@ def find_nccl(check: str) -> str | Finding:
     if num_gpus == 1:
         return Finding("info", "one GPU: nothing to talk to")
     found = find_ranks(check, "nccl", 1 << (num_gpus.bit_length() - 1))
-    version = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-    return f"NCCL {version}: {found}"
+    nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return f"NCCL {nccl}: {found}"
 
 
 def find_attention(device: str) -> str | Finding:
@@ -123,3 +124,19 @@ def find_attention(device: str) -> str | Finding:
     if device == "cuda" and not torch.cuda.is_available():
         return Finding("info", "no GPU to choose for")
     return "; ".join(describe_attention(device))
+
+
+def find_kernel(name: str) -> str | Finding:
+    """A kernel of a package, by its word in `REALHF_WITHOUT`: its version, or what takes its place on the GPU."""
+    import torch
+
+    from realhf.engine.generate.paged_attention import missing_kernels
+
+    if not torch.cuda.is_available():
+        return Finding("info", "no GPU to choose for")
+    if missing := missing_kernels("cuda").get(name):
+        return Finding("warn", *missing)
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "nothing is missing"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realhf.architecture.model import DecoderConfig
+from realhf.gpu.host_numbers import on_device
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Packed:
 def pack(sequences: Sequence[Tensor]) -> Packed:
     """Packs tensors [length, ...] of equal trailing shape."""
     values = torch.cat(list(sequences))
-    lengths = torch.tensor([0, *(len(s) for s in sequences)], dtype=torch.int32, device=values.device)
-    return Packed(values, lengths.cumsum(0, dtype=torch.int32))
+    lengths = torch.tensor([0, *(len(s) for s in sequences)], dtype=torch.int32)
+    return Packed(values, on_device(lengths.cumsum(0, dtype=torch.int32), values.device))
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,30 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same samples on `device`."""
-        data = {key: [value.to(device) for value in column] for key, column in self.data.items()}
-        return replace(self, data=data)
+        return replace(self, data={key: moved(column, device) for key, column in self.data.items()})
 
     def with_data(self, **columns: list[Tensor]) -> "Batch":
         return replace(self, data={**self.data, **columns})
+
+
+def moved(column: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors, of one dtype, on `device`: the same ones if they are there, else by one copy for all of them.
+
+    From a GPU the values have arrived when it returns; to a GPU they come before the later work of the current stream.
+    """
+    if all(value.device == device for value in column):
+        return list(column)
+    flat = [value.detach().flatten() for value in column]
+    is_pinned = "cuda" in (device.type, flat[0].device.type)
+    on_host = torch.empty(sum(map(len, flat)), dtype=flat[0].dtype, pin_memory=is_pinned)
+    if device.type == "cpu":
+        packed = on_host.copy_(torch.cat(flat), non_blocking=True)
+        if is_pinned:
+            torch.cuda.current_stream(flat[0].device).synchronize()
+    else:
+        packed = torch.cat(flat, out=on_host).to(device, non_blocking=True)
+    parts = packed.split([len(value) for value in flat])
+    return [part.view(value.shape) for part, value in zip(parts, column, strict=True)]
 
 
 def check_tokens(batch: Batch, key: str, model: DecoderConfig) -> None:

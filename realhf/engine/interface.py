@@ -14,7 +14,8 @@ from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.rewards.details import RewardDetails
 
-# A statistic is (weighted sum, weight): parts from several ranks add up, and sum / weight is the mean.
+# A statistic is (weighted sum, weight): parts from several ranks add up, and sum / weight is the mean. In what a
+# callback returns, scalar tensors may stand for numbers; they are read together at the end.
 Stats = dict[str, tuple[float, float]]
 
 # The output of a model's head: values [tokens], or `realhf.parallel.vocabulary.Logits` [tokens, vocab], which are

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from realhf.architecture.chunks import SHORTEST_SHARED
+from realhf.gpu.host_numbers import on_device
 from realhf.models.attention import PackedAttention
 from realhf.models.prefixed_attention import PrefixedAttention, Suffix
 
@@ -74,7 +75,7 @@ def pack_micro_batch(
 
     restore = None
     if padding or prefixes or list(alone) != sorted(alone):
-        restore = _joined([row for i in range(len(sequences)) for row in rows(i)]).to(device)
+        restore = on_device(_joined([row for i in range(len(sequences)) for row in rows(i)]), device)
     positions = [(0, 1)] * padding + [(0, length) for length in lengths]
     positions += [(before, length) for before, length, _ in behind]
     tokens = [sequences[i][:length] for length, _, i in pieces] + [sequences[i][before:] for before, _, i in behind]
@@ -82,7 +83,7 @@ def pack_micro_batch(
     whole = [1] * padding + lengths
     return PackedMicroBatch(
         torch.cat([tokens[0].new_zeros(padding), *tokens]).to(device),
-        _joined(positions).to(device),
+        on_device(_joined(positions), device),
         restore,
         PrefixedAttention(whole, suffixes) if prefixes else PackedAttention(whole),
     )

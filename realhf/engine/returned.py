@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from types import NoneType
 from typing import Any, get_args
@@ -101,8 +102,9 @@ def check_column(what: str, values: Any, ids: Sequence[int], *, finite: bool) ->
 
 def check_stats(stats: Any) -> Stats:
     """Statistics with pairs of Python floats. Raises InterfaceError."""
+    [numbers] = _read([stats])
     checked = {}
-    for name, pair in _checked_dict(stats, "the statistics are", "pairs (sum, weight) by name").items():
+    for name, pair in _checked_dict(numbers, "the statistics are", "pairs (sum, weight) by name").items():
         if not (isinstance(name, str) and name and name.isprintable()):
             raise InterfaceError(f"a statistic is named {name!r}, must be a printable string")
         if name in RESERVED_STATISTICS:
@@ -159,8 +161,18 @@ def check_state(state: Any) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}
 
 
-def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, Stats]:
-    """The checked result of a `LossFunction` for the samples `ids` of a micro-batch. Raises InterfaceError."""
+@dataclass(frozen=True)
+class UnreadLoss:
+    """The loss and the statistics of the samples `ids` of a micro-batch, which may not be computed yet."""
+
+    ids: Sequence[int]
+    loss: Tensor
+    stats: Any
+
+
+def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, UnreadLoss]:
+    """The loss of a `LossFunction`'s result of the right form, and what `read_losses` is to read and check. Raises
+    InterfaceError."""
     if not (isinstance(given, tuple | list) and len(given) == 2):
         raise InterfaceError(f"the loss function returned {_shown(given)}, must be a pair (loss, statistics)")
     loss, stats = given
@@ -170,12 +182,39 @@ def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, Stats]:
             f"the loss is {_shown(loss)}{', without a gradient' if is_scalar else ''}, must be a scalar tensor of "
             "floating point with a gradient: the sum of its terms, computed from the output of the model's head"
         )
-    if not math.isfinite(loss.item()):
-        raise InterfaceError(
-            f"the loss of samples {_listed(ids)} is {loss.item()}, must be finite; lower the learning rate, or look "
-            "for values that overflow in the loss. The parameters are as before this mini-batch"
-        )
-    return loss, check_stats(stats)
+    return loss, UnreadLoss(ids, loss.detach(), stats)
+
+
+def read_losses(unread: Sequence[UnreadLoss]) -> list[tuple[float, Stats]]:
+    """The loss and the statistics of each micro-batch, with one wait for the device. Raises InterfaceError."""
+    *stats, losses = _read([*(each.stats for each in unread), {"loss": [each.loss for each in unread]}])
+    for each, loss in zip(unread, losses["loss"], strict=True):
+        if not math.isfinite(loss):
+            raise InterfaceError(
+                f"the loss of samples {_listed(each.ids)} is {loss}, must be finite; lower the learning rate, or look "
+                "for values that overflow in the loss. The parameters are as before this mini-batch"
+            )
+    return [(loss, check_stats(of)) for loss, of in zip(losses["loss"], stats, strict=True)]
+
+
+def _read(parts: Sequence[Any]) -> list[Any]:
+    """The same dicts of lists with numbers in place of scalar tensors, with one wait for their device; anything else is
+    left as it is."""
+    lists = [values for part in parts if isinstance(part, dict) for values in part.values()]
+    tensors = [x for values in lists if isinstance(values, tuple | list) for x in values if _is_number_on_device(x)]
+    numbers = iter(torch.stack([x.detach().double() for x in tensors]).tolist() if tensors else ())
+
+    def read(values: Any) -> Any:
+        if not isinstance(values, tuple | list):
+            return values
+        found = (next(numbers) if _is_number_on_device(x) else x for x in values)
+        return tuple(found) if isinstance(values, tuple) else list(found)
+
+    return [{name: read(values) for name, values in part.items()} if isinstance(part, dict) else part for part in parts]
+
+
+def _is_number_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype.is_floating_point
 
 
 def check_end(answer: Any) -> bool:

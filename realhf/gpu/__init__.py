@@ -1,1 +1,2 @@
-"""Kernels of our own for NVIDIA's GPUs, in Triton: they run in its interpreter too, and compile without a GPU."""
+"""For NVIDIA GPUs: kernels of our own in Triton, which run in its interpreter too and compile without a GPU, and copies
+of small tensors."""

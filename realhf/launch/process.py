@@ -14,7 +14,7 @@ from realhf.rundir.run import Run
 from realhf.rundir.starts import START_VARIABLE, current_start
 
 WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the name since torch 2.9, and the one before
 
 # The exit code of `Job.again` where there is nothing left to do.
 AGAIN_ENDED = 3
@@ -163,10 +163,17 @@ def process_environment(threads: int = 1) -> dict[str, str]:
 def gpu_environment() -> dict[str, str]:
     """Settings of CUDA for workers that have a GPU; the user's own stay.
 
-    A stream that waits for another worker must not hold up one that shares its hardware queue: there are 8, and 32 are
-    more than a worker has streams that wait (CUDA Programming Guide, "CUDA Environment Variables").
+    - A stream that waits for another worker must not hold up one that shares its hardware queue: there are 8, and 32
+      are more than a worker has streams that wait (CUDA Programming Guide, "CUDA Environment Variables").
+    - Vectors of gigabytes come and go between calls. Without segments that grow, what is freed lies in pieces, and none
+      may be large enough for the next vector.
+    - NCCL registers the memory of collectives in graphs, which it cannot in such segments: an illegal access follows
+      (Megatron-LM asks for the same setting, `megatron/training/arguments.py`).
     """
-    return {_CONNECTIONS: os.environ.get(_CONNECTIONS, "32")}
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_GRAPH_REGISTER": "0"}
+    if not any(name in os.environ for name in _ALLOCATOR):
+        settings[_ALLOCATOR[0]] = "expandable_segments:True"
+    return {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
 def _aligned_memory() -> str | None:

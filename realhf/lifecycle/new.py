@@ -22,6 +22,7 @@ from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
 from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.lifecycle.tokenizer import keep_tokenizer
+from realhf.machine.gpu_kernels import left_out
 from realhf.machine.gpus import visible_gpus
 from realhf.machine.host import read_host
 from realhf.master.trackers import check_trackers
@@ -130,6 +131,7 @@ def check_run(run: Run, request: RunRequest) -> None:
             "--checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"
         )
     check_trackers(run.spec)
+    left_out()  # workers would find a wrong word when devices are taken
     with_gpus = not request.cpu_only if request.launcher.is_remote else bool(visible_gpus())
     for name, setup in run.experiment.setups.items():
         home = run.homes[name]

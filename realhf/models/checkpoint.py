@@ -25,6 +25,7 @@ from realhf.models.checkpoint_index import (
     staging_directory,
 )
 from realhf.models.safetensors_file import write_safetensors
+from realhf.models.staging import copies_on_host
 
 TORCH_DTYPE = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -36,8 +37,11 @@ def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> di
     `copied`."""
     keys = file_keys([box for box, _ in pieces])
     assert len(set(keys)) == len(keys), "a box twice in the file of a rank"
+    tensors = [tensor.detach() for _, tensor in pieces]
+    copies = iter(copies_on_host([tensor for tensor in tensors if tensor.is_cuda]))
     return {
-        key: tensor.detach().to("cpu", copy=copied).contiguous() for key, (_, tensor) in zip(keys, pieces, strict=True)
+        key: next(copies) if tensor.is_cuda else tensor.to("cpu", copy=copied).contiguous()
+        for key, tensor in zip(keys, tensors, strict=True)
     }
 
 

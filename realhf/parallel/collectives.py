@@ -88,12 +88,19 @@ def all_reduce(flat: Tensor, group: dist.ProcessGroup | None) -> None:
     all_gather(flat, group)
 
 
+def gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...]: `own` [...] of every rank of the group, of one shape on all ranks. `traffic` does not count it.
+
+    One tensor: NCCL and gloo would copy a list out of one.
+    """
+    whole = own.new_empty(group.size(), *own.shape)
+    all_gather_tensor(whole.flatten(), own.contiguous().flatten(), group=group)
+    return whole
+
+
 def all_gather_integers(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The numbers of every rank of the group, by rank; all ranks give equally many. `traffic` does not count them."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    gathered = own.new_empty(group.size() * len(own))
-    all_gather_tensor(gathered, own, group=group)
-    found: list[list[int]] = gathered.view(group.size(), -1).tolist()
+    found: list[list[int]] = gathered(torch.tensor(numbers, dtype=torch.int64, device=device), group).tolist()
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.parallel.collectives import gathered
 from realhf.parallel.gradients import before_use
 from realhf.parallel.vocabulary import Gradients, Logits, Softmax, WholeLogits
 
@@ -156,8 +157,5 @@ def _over_ranks(sums: Tensor, rest: Tensor, group: dist.ProcessGroup | None) -> 
     """The sums [2, n] and the log-probability [n] of the whole vocabulary, the same bits on every rank."""
     if group is None:
         return sums, rest
-    own = torch.cat([sums, rest[None]])
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
-    together = torch.stack(parts)  # [ranks, 3, n]
+    together = gathered(torch.cat([sums, rest[None]]), group)  # [ranks, 3, n]
     return together[:, :2].sum(0), together[:, 2].logsumexp(0)

@@ -144,19 +144,23 @@ class GroupTable:
 
 def make_world(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
     """Makes torch's group of all processes, who meet in `store`: NCCL between GPUs, gloo on the CPU."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def group_of_all_ranks(device: torch.device, timeout_s: float) -> dist.ProcessGroup:
     """A second group of all ranks, for messages beside those of the world group: a group matches messages in order.
 
-    All ranks must make it at the same point of their programs.
+    All ranks must make it at the same point of their programs. `device` may be the host where the world is of GPUs.
     """
-    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=_backend(device))
     # NCCL wants a collective of all ranks before the first message between two of them.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _hosts() -> list[int]:

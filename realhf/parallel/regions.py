@@ -7,9 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.parallel.collectives import gathered
+
 
 class _CopyToGroup(torch.autograd.Function):
-    """Identity forward, sum over the group backward: stands before a column-parallel linear."""
+    """Identity forward, sum over the group backward: stands before a column-parallel linear.
+
+    The sum is made in a copy, since autograd may have given the same gradient to another function.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -24,7 +29,10 @@ class _CopyToGroup(torch.autograd.Function):
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """Sum over the group forward, identity backward: stands behind a row-parallel linear."""
+    """Sum over the group forward, identity backward: stands behind a row-parallel linear.
+
+    The sum is made in a copy, since selective recomputation keeps x.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -46,9 +54,7 @@ class _GatherLastDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.width, ctx.index = x.shape[-1], dist.get_rank(group)
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
+        return gathered(x, group).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -60,7 +66,14 @@ def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    return x if group is None else _SumOverGroup.apply(x, group)
+    """Without gradients the sum takes the place of x."""
+    if group is None:
+        return x
+    if torch.is_grad_enabled():
+        return _SumOverGroup.apply(x, group)
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def gather_last_dim(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.parallel.collectives import reduce_scatter_tensor
+from realhf.parallel.collectives import gathered, reduce_scatter_tensor
 from realhf.parallel.regions import copy_to_group, sum_over_group
 
 
@@ -93,12 +93,9 @@ class _GatherForLoss(_Gather):
 
 def _all_gather(x: Tensor, shards: TokenShards) -> Tensor:
     """[tokens, ...] from this rank's [count, ...]."""
-    ranks = dist.get_world_size(shards.group)
     if len(x) < shards.longest:
         x = torch.cat([x, x.new_zeros(shards.longest - len(x), *x.shape[1:])])
-    whole = x.new_empty(ranks * shards.longest, *x.shape[1:])
-    dist.all_gather(list(whole.split(shards.longest)), x.contiguous(), group=shards.group)
-    return whole[: shards.tokens]  # padding is behind the last token only
+    return gathered(x, shards.group).flatten(0, 1)[: shards.tokens]  # padding is behind the last token only
 
 
 def _reduce_scatter(x: Tensor, shards: TokenShards) -> Tensor:

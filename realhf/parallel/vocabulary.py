@@ -16,6 +16,7 @@ from torch import Tensor
 
 from realhf.architecture.chunks import GPU_LOGITS_BYTES, LOGITS_BYTES, logits_tile
 from realhf.cpu import fused
+from realhf.parallel.collectives import gathered
 from realhf.parallel.gradients import before_use, gradient_sink
 from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
@@ -84,13 +85,17 @@ class Logits:
         Ranks exchange a few numbers a token, in one all-gather, and all get the same bits.
 
         Raises:
-            ValueError: a token is not in the vocabulary.
+            ValueError: a token is not in the vocabulary. On a GPU its log-probability is NaN instead, so that the host
+                need not wait.
         """
         assert tokens.shape == self.hidden.shape[:1], f"{tuple(tokens.shape)} tokens for {len(self)} rows of logits"
-        self._check(tokens)
+        if self.device.type == "cpu":
+            self._check(tokens)
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (self.hidden, *self.slices))
         softmax = self.softmax(temperature, with_entropy=with_entropy)
         logprob, entropy, is_top, logsumexp = _TokenLogprobs.apply(self.hidden, tokens, softmax, keeps, *self.slices)
+        if self.device.type != "cpu":
+            logprob = logprob.masked_fill((tokens < 0) | (tokens >= self._vocab_size), torch.nan)
         return TokenLogprobs(logprob, is_top, logsumexp, entropy if with_entropy else None)
 
     def softmax(self, temperature: float, *, with_entropy: bool = False) -> "Softmax":
@@ -98,10 +103,14 @@ class Logits:
         chunk_bytes = self.chunk_bytes or (LOGITS_BYTES if self.device.type == "cpu" else GPU_LOGITS_BYTES)
         return Softmax(temperature, self.group, chunk_bytes, with_entropy)
 
+    @property
+    def _vocab_size(self) -> int:
+        return sum(map(len, self.slices)) * (1 if self.group is None else dist.get_world_size(self.group))
+
     def _check(self, tokens: Tensor) -> None:
         if not len(tokens):
             return
-        vocab_size = sum(map(len, self.slices)) * (1 if self.group is None else dist.get_world_size(self.group))
+        vocab_size = self._vocab_size
         least, most = (int(bound) for bound in tokens.aminmax())
         if not 0 <= least <= most < vocab_size:
             wrong = least if least < 0 else most
@@ -358,9 +367,7 @@ def _over_ranks(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The statistics [4, n] of the whole vocabulary from those of every rank (see `_TokenLogprobs.forward`)."""
     if group is None:
         return own
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
-    return _joined(torch.stack(parts))
+    return _joined(gathered(own, group))
 
 
 def _joined(parts: Tensor) -> Tensor:

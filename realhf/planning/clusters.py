@@ -175,8 +175,7 @@ def _read(path: Path, memory_gb: float | None) -> Cluster:
 def _hardware(request: DevicesRequest) -> Hardware:
     """The hardware by name, as it was planned, of nodes elsewhere, or of this machine."""
     if request.hardware:
-        gpus = gpus_here()
-        return gpus if gpus and gpus.name == request.hardware else load_hardware(request.hardware)
+        return gpus_here(request.hardware) or load_hardware(request.hardware)
     if request.planned:
         return request.planned.hardware
     return _of_nodes(request.cpu_only) if request.place == "nodes" else hardware_here()

@@ -56,10 +56,12 @@ def hardware_here() -> Hardware:
     return gpus_here() or cpu_hardware(read_host())
 
 
-def gpus_here() -> Hardware | None:
-    """The visible GPUs, if any. Raises UserError as `visible_gpus`, or for a kind that cannot be described."""
+def gpus_here(kind: str | None = None) -> Hardware | None:
+    """The visible GPUs, if any; only if they are of `kind`, where that is given. Raises UserError as `visible_gpus`, or
+    for GPUs that cannot be described."""
     gpus = visible_gpus()
-    return gpu_hardware(gpus[0], len(gpus)) if gpus else None
+    is_wanted = bool(gpus) and kind in (None, device_kind(gpus[0].name))
+    return gpu_hardware(gpus[0], len(gpus)) if is_wanted else None
 
 
 def gpu_hardware(gpu: Gpu, devices_per_node: int = 1) -> Hardware:

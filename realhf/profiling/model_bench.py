@@ -18,7 +18,7 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.engine import build
 from realhf.engine.arena import Arena
 from realhf.engine.batch import Batch
-from realhf.engine.generate.batching import Scheduler, pages_for
+from realhf.engine.generate.batching import Limits, Scheduler, pages_for
 from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import capture_of
 from realhf.engine.generate.kv_cache import KVCache, StepAttention
@@ -209,9 +209,12 @@ class ModelBench:
         def step() -> None:
             self._layers(x, cos, sin, attend)
 
-        capture = capture_of(self.decoder, DECODE_GRAPHS)
+        capture = capture_of(self.decoder, DECODE_GRAPHS) if replays else None
         with packed_weights(self.decoder):
-            return self.watch.seconds(capture(step) if capture and replays else step) / LAYERS
+            if capture is None:
+                return self.watch.seconds(step) / LAYERS
+            capture.run(step)
+            return self.watch.seconds(capture.record(step)) / LAYERS
 
     @torch.inference_mode()
     def sampling(self, sequences: int, context: int) -> float:
@@ -225,11 +228,13 @@ class ModelBench:
         scheduler = Scheduler(
             [context] * sequences,
             range(sequences),  # as if the prompts were different
-            num_pages=sequences * pages_for(context + _MOST_STEPS, page),
-            page_size=page,
-            max_running=sequences,
-            max_prefill_tokens=sequences * context,
-            holds_all=True,
+            Limits(
+                num_pages=sequences * pages_for(context + _MOST_STEPS, page),
+                page_size=page,
+                max_running=sequences,
+                max_prefill_tokens=sequences * context,
+                holds_all=True,
+            ),
         )
         running = RunningBatch(self.decoder, choice, scheduler, self._cache(1), return_logits=False)
         logits = torch.randn(sequences, self.model.vocab_size, dtype=self.dtype, device=self.device)

@@ -38,7 +38,7 @@ TIMEOUT_S = 280.0
 SEED = 1
 # Heads that 2, 4 or 8 ranks can divide.
 SMALL = DecoderConfig(hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=512)
-GENERATING = replace(SMALL, num_kv_heads=4)  # grouped heads of a size that flash-attn takes
+GENERATING = replace(SMALL, num_kv_heads=4)  # grouped heads of a size that all kernels take
 BF16_TOLERANCE = 0.1  # for log-probabilities from 0 to about -20
 
 
@@ -116,7 +116,7 @@ def check_reallocation(rank: int, size: int, device: torch.device) -> str:
 def check_generation(rank: int, size: int, device: torch.device) -> str:
     """The same rollouts with decode steps as graphs and without, by the kernels that generation takes, under tp where
     there are two devices: in float64, where rounding flips no token, and the log-probabilities of given responses in
-    bfloat16, for which flash-attn is taken where it is installed.
+    bfloat16, for which the kernels of packages are taken.
 
     Raises:
         ArithmeticError: a rollout differs.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from realhf.base.errors import RunError
 from realhf.cpu.host_group import PeerError
-from realhf.engine.generate.paged_attention import describe_attention
+from realhf.engine.generate.paged_attention import describe_attention, missing_kernels
 from realhf.launch.process import MASTERLESS_RETURNCODE, TOLD_RETURNCODE, worker_index
 from realhf.machine.network import addresses, in_words, interface_of, source_of
 from realhf.parallel.groups import make_world
@@ -149,6 +149,8 @@ def carry_out(
             device = own_device()
             check_device(run.spec.hardware, rank, device)
             logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
+            for missing, remedy in missing_kernels(device.type).values():
+                logger.warning("%s; remedy: %s", missing, remedy)
             activity.set("setup: joining the other workers")
             join_world(directory, run, rank, device, interface_of(source_of(host_of(client.address))))
             held.callback(dist.destroy_process_group)

@@ -18,7 +18,7 @@ from realhf.data.rows import rows_of
 from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelInterfaceType
 from realhf.dataflow.splits import Split
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
-from realhf.engine.batch import Batch
+from realhf.engine.batch import Batch, moved
 from realhf.engine.interface import CallResult
 from realhf.geometry.layout import Layout
 from realhf.models.checkpoint import snapshot
@@ -65,6 +65,8 @@ Request = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint
 # Rollouts of an evaluation draw other random numbers than those of training.
 EVALUATION_SEED_OFFSET = 0x5EED
 
+HOST = torch.device("cpu")
+
 
 class ModelWorker:
     """Holds the home part of every model that lives on this device, and copies for calls laid out otherwise.
@@ -88,8 +90,8 @@ class ModelWorker:
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
         self._reading = threading.Lock()  # guards the data sets: calls, and calls beside the devices, read them
-        group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
-        self._mailbox = Mailbox(self._store, device, self._timeout_s, group, waits)
+        of_host = group_of_all_ranks(HOST, self._timeout_s) if device.type == "cuda" else None
+        self._mailbox = Mailbox(self._store, self._timeout_s, of_host)
         self._interfaces = self._load_interfaces()
         self._models: dict[tuple[str, Layout], EngineModel] = {}
         for name, home in run.homes.items():
@@ -199,7 +201,7 @@ class ModelWorker:
         definition = self._graphs[split].calls[request.call]
         context = self._context(request, definition)
         wait = self._collect(request, definition)
-        mini_batches = [self._inputs(request, definition, ids) for ids in request.mini_batches]
+        mini_batches = [self._inputs(request, definition, ids).to(self._device) for ids in request.mini_batches]
         model = self._models[definition.model_name, request.layout]
         self._moves.select(model, definition.model_name, request.version)
         with self._timed("compute", f"{request.call} of {request.batch}") as span, traffic() as sent:
@@ -207,6 +209,10 @@ class ModelWorker:
             result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
             if definition.trains:
                 complete_schedule(definition, model, self._steps_through(definition, step))
+            outputs = {}
+            if context.holds_outputs:  # within the time of the call, since a GPU may be at work until they are there
+                kept = {*definition.output_data, *self._run.spec.record}
+                outputs = {key: moved(column, HOST) for key, column in result.outputs.items() if key in kept}
         if split == "train" and definition.trains and definition == self._trainings(definition.model_name)[-1]:
             model.residency.begin_at_version(step + 1)
         reply = Reply(
@@ -221,7 +227,7 @@ class ModelWorker:
             return reply
         return msgspec.structs.replace(
             reply,
-            outputs=self._keep(request, definition, result.outputs),
+            outputs=self._keep(request, definition, outputs),
             stats=result.stats,
             state=context.state,
             completions=self._completions(request, definition, mini_batches, result),
@@ -233,13 +239,12 @@ class ModelWorker:
         split, what = request.batch.split, f"{request.call} of {request.batch}"
         definition = self._graphs[split].calls[request.call]
         context, wait = self._context(request, definition), self._collect(request, definition)
-        inputs = [self._inputs(request, definition, ids).to(torch.device("cpu")) for ids in request.mini_batches]
+        inputs = [self._inputs(request, definition, ids) for ids in request.mini_batches]
 
         def run() -> Reply:
             start = now_s()
             result = run_interface(self._interfaces[split, definition.name], definition, None, inputs, context)
-            outputs = {key: [value.to(self._device) for value in column] for key, column in result.outputs.items()}
-            described = self._keep(request, definition, outputs)
+            described = self._keep(request, definition, result.outputs)
             span = Span("beside", what, start, now_s())
             return Reply(
                 request_id=request.request_id,
@@ -294,14 +299,15 @@ class ModelWorker:
         return span()
 
     def _inputs(self, request: CallFunction, definition: ModelFunctionCallDef, ids: tuple[int, ...]) -> Batch:
-        """The call's input columns: rows of the data set are read here, the rest was made or transferred."""
+        """The call's input columns, in host memory: rows of the data set are read here, the rest was made or
+        transferred."""
         batch, graph = request.batch, self._graphs[request.batch.split]
         from_rows = [key for key in definition.input_data if key in graph.dataset_keys]
         with self._reading:
             rows = self._readers[batch.split].tokens(batch.step, ids)
         columns = {key: [torch.tensor(row[key], dtype=torch.int64) for row in rows] for key in from_rows}
-        samples = Batch(ids, columns).to(self._device)
-        samples = self._store.add_columns(batch, samples, [k for k in definition.input_data if k in graph.producers])
+        made = [key for key in definition.input_data if key in graph.producers]
+        samples = self._store.add_columns(batch, Batch(ids, columns), made)
         if (
             self._run.spec.replay
             and batch.split == "train"
@@ -309,10 +315,7 @@ class ModelWorker:
         ):
             prompt_key, sequence_key = definition.input_data[0], definition.output_data[0]
             recorded = rollouts.read(Path(self._run.spec.replay), batch.step, definition.name, sequence_key)
-            responses = [
-                recorded[i][len(prompt) :].to(self._device)
-                for i, prompt in zip(ids, samples.data[prompt_key], strict=True)
-            ]
+            responses = [recorded[i][len(prompt) :] for i, prompt in zip(ids, samples.data[prompt_key], strict=True)]
             samples = samples.with_data(forced_response=responses)
         # The samples of a prompt stay in one micro-batch where micro-batches of equal size allow it.
         together = math.gcd(len(ids), max(1, len(ids) // request.micro_batches), graph.samples_per_prompt)
@@ -321,12 +324,13 @@ class ModelWorker:
     def _keep(
         self, request: CallFunction, definition: ModelFunctionCallDef, outputs: dict[str, list[Tensor]]
     ) -> dict[str, KeyMetadata]:
-        """Stores the outputs that the call declares, records those the run asks for; returns their metadata.
+        """Stores the outputs that the call declares, records those the run asks for; returns their metadata. All are in
+        host memory.
 
         Each sample has the version of the weights with which the call ran, where that is declared or asked for.
         """
         ids = [sample for mini_batch in request.mini_batches for sample in mini_batch]
-        versions = torch.full((len(ids), 1), max(0, request.version), device=self._device)
+        versions = torch.full((len(ids), 1), max(0, request.version))
         outputs = {WEIGHTS_VERSION: [version.clone() for version in versions]} | outputs
         for key in definition.output_data:
             self._store.put(request.batch, key, ids, outputs[key])

@@ -151,9 +151,9 @@ class ParameterMoves:
 
         The home has lent it nothing: calls may run at home while such a copy is kept.
         """
+        self._finish_on_device()  # the last one may be the other thread, and knows nothing of this one's stream
         self._uses[name, layout] -= 1
         if not self._uses[name, layout]:
-            self._finish_on_device()
             self._models[name, layout].residency.free()
             del self._uses[name, layout]  # at last: see `prepare`
 

@@ -11,7 +11,7 @@ from realhf.transport.messages import BatchKey, KeyMetadata
 
 
 class SampleStore:
-    """Tensors [length, ...] by batch, key and sample id, until the batch is freed."""
+    """Tensors [length, ...] in host memory, by batch, key and sample id, until the batch is freed."""
 
     def __init__(self) -> None:
         self._batches: dict[BatchKey, dict[str, dict[int, Tensor]]] = {}

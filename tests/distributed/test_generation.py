@@ -14,8 +14,10 @@ from realhf.base.errors import RunError
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.generate import paged_attention
+from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.loop import generate
+from realhf.engine.generate.sampling import Draw
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -236,6 +238,33 @@ def test_a_layout_gives_the_rollouts_of_one_process(ranks: list[dict[str, Outcom
     assert [s.tolist() for part in parts for s in part.sequences] == [s.tolist() for s in one.sequences]
     for rank in set(case.layout.mesh.devices) - set(holders):
         assert ranks[rank][name] == Outcome([], [], [], [])
+
+
+def draw_on_one_rank(rank: int) -> list[list[int]]:
+    """Responses under tp=2 as each rank sees them, where the other ranks' kernels would draw another token."""
+    case, seen, accept = Case(tp=2), [], TokenChoice.accept
+
+    def note(choice: TokenChoice, drawn: np.ndarray, sequences: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        seen.append(drawn.tolist())
+        return accept(choice, drawn, sequences, lengths)
+
+    def draw_other(choice: TokenChoice, logits: torch.Tensor, *rows: np.ndarray) -> Draw:
+        return draw(choice, logits.roll(1, dims=-1) if rank else logits, *rows)
+
+    draw = TokenChoice.draw
+    TokenChoice.accept, TokenChoice.draw = note, draw_other  # type: ignore[method-assign]
+    try:
+        rollouts(case, GroupTable([case.layout], rank).groups(case.layout), batch_of(3))
+    finally:
+        TokenChoice.accept, TokenChoice.draw = accept, draw  # type: ignore[method-assign]
+    return seen
+
+
+def test_one_of_the_tensor_parallel_ranks_draws_for_all() -> None:
+    """Kernels of GPUs may differ in the last bits, and ranks that go on with other tokens would wait for ever."""
+    first, second = run_distributed(draw_on_one_rank, 2)
+    assert first == second
+    assert len(first) > 3
 
 
 class Replays(Waits):

@@ -18,7 +18,6 @@ from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.distributed
 
-CPU = torch.device("cpu")
 BATCH = BatchKey("train", 0)
 COLUMN = KeyMetadata(dtype="int64", trailing=(), ids=(0, 1), lengths=(3, 1))
 VALUES = {key: [torch.tensor([1, 2, 3]) + start, torch.tensor([start])] for key, start in (("seq", 10), ("own", 50))}
@@ -27,7 +26,7 @@ VALUES = {key: [torch.tensor([1, 2, 3]) + start, torch.tensor([start])] for key,
 def pass_on(rank: int) -> list[list[int]]:
     """`seq` goes from 0 over 1 and 2 to 3. All but 0 post that first, and 1 sends 2 something of its own."""
     store = SampleStore()
-    mailbox = Mailbox(store, CPU, PATIENCE_S)
+    mailbox = Mailbox(store, PATIENCE_S)
     if rank == 0:
         dist.recv(torch.empty(1), 2)  # the others have posted
         store.put(BATCH, "seq", (0, 1), VALUES["seq"])
@@ -79,7 +78,7 @@ def random_steps(rank: int, seeds: range) -> int:
     """Every rank plans alike and does its part; what calls find must be what was made. Returns the rounds behind the
     first ones, in which data is sent on."""
     store, later_rounds = SampleStore(), 0
-    mailbox = Mailbox(store, CPU, PATIENCE_S)
+    mailbox = Mailbox(store, PATIENCE_S)
     for seed in seeds:
         random, batch = Random(seed), BatchKey("train", seed)
         directory = DataDirectory(devices_per_node=random.choice([1, 2, None]))

@@ -66,7 +66,7 @@ class Rescaled(EagerCapture):
         self.dtype, self.norm = next(decoder.parameters()).dtype, decoder.model.norm.weight.data
         self.factor = 2 if wrong and self.dtype == torch.bfloat16 else 1
 
-    def record(self, compute: Compute) -> Compute:
+    def recorded(self, compute: Compute) -> Compute:
         def rescaled() -> None:
             self.norm.mul_(self.factor)
             compute()

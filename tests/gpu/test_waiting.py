@@ -44,7 +44,9 @@ def test_a_sum_over_ranks_is_recorded_and_replayed(alone: None) -> None:
         total.copy_(2 * numbers)
         dist.all_reduce(total)
 
-    replay = CudaCapture()(compute)
+    capture = CudaCapture()
+    capture.run(compute)
+    replay = capture.record(compute)
     for factor in (3.0, 5.0):
         numbers.fill_(factor)
         replay()

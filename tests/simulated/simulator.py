@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from realhf.launch.process import gpu_environment
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 AT_START = Path(__file__).parent / "at_start"
 FOLDER_VARIABLE = "REALHF_SIMULATED_GPU"
+OTHERS = ("CUDA_", "PYTORCH_", "TRITON_")  # variables that are not passed on
 DEADLINE_S = 900.0  # only a hang reaches it
 GRACE_S = 5.0  # in which ranks may end by themselves, once one has failed or all have been asked for their stacks
 TAIL_LINES = 40
@@ -70,7 +72,7 @@ class Simulator:
         """The environment of a process that sees this many simulated GPUs."""
         library = self.folder / "lib"
         return {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "PYTORCH_"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith(OTHERS)},
             "FAKEGPU_MODE": "simulate",
             "FAKEGPU_DIST_MODE": "simulate",
             "FAKEGPU_PROFILE": "h100",
@@ -87,18 +89,19 @@ class Simulator:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
         }
 
     def run(
         self, program: str, world: int, *arguments: object, environment: Mapping[str, str] | None = None
     ) -> Outcome:
-        """Runs a module of `programs` on ranks 0 to `world - 1`.
+        """Runs a module of `programs` on ranks 0 to `world - 1`, with the settings of CUDA that a launcher gives.
 
         Raises:
             AssertionError: a rank failed, or the deadline has passed; with the end of every rank's log. At the deadline
                 every rank prints the stacks of its threads first.
         """
-        environment = self.environment() | dict(environment or {}) | {"WORLD_SIZE": str(world)}
+        environment = self.environment() | gpu_environment() | dict(environment or {}) | {"WORLD_SIZE": str(world)}
         environment["STORE"] = str(self.scratch / "store")
         command = [str(self.python), "-X", "faulthandler", "-m", f"tests.simulated.programs.{program}"]
         command += map(str, arguments)
@@ -114,23 +117,25 @@ class Simulator:
                 tails = ("\n".join(text.splitlines()[-TAIL_LINES:]) for text in texts)
                 shown = "\n".join(f"--- rank {rank}\n{tail}" for rank, tail in enumerate(tails))
                 raise AssertionError(f"{program} {' '.join(map(str, arguments))}: {problem}\n{shown}")
-            self._stop(coordinator)
-        # The report lists ranks as each communicator numbers them, so only their sum has a meaning.
-        ranks_of_all = json.loads(self._report.read_text())["ranks"]
-        return Outcome(texts, sum(rank["communicator_inits"] for rank in ranks_of_all))
+            return Outcome(texts, self._memberships(coordinator))
 
-    def realhf(self, *words: object, gpus: int) -> "subprocess.CompletedProcess[str]":
-        """One `realhf` command on a machine with simulated GPUs, with stand-ins for kernels in its workers."""
+    def realhf(self, *words: object, gpus: int) -> "tuple[subprocess.CompletedProcess[str], int]":
+        """One `realhf` command on a machine with simulated GPUs, with stand-ins for kernels in its workers.
+
+        Returns:
+            how it ended, and the sum of the sizes of all communicators, as `Outcome.memberships`.
+        """
         environment = self.environment(gpus) | {
             # By number: FakeGPU does not know devices by their UUIDs, which a launcher takes otherwise.
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
             "PYTHONPATH": f"{AT_START}:{ROOT}",
         }
         command = [str(self.python), "-m", "realhf.cli", *map(str, words)]
-        with self._coordinator():
-            return subprocess.run(
+        with self._coordinator() as coordinator:
+            ended = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
             )
+            return ended, self._memberships(coordinator)
 
     @contextmanager
     def _coordinator(self) -> "Iterator[subprocess.Popen[bytes]]":
@@ -141,7 +146,7 @@ class Simulator:
             wait_until(self._socket.exists, "the coordinator's socket")
             yield processes[0]
 
-    def _stop(self, coordinator: "subprocess.Popen[bytes]") -> None:
+    def _memberships(self, coordinator: "subprocess.Popen[bytes]") -> int:
         """Asks the coordinator to end, which writes its report then."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(GRACE_S)
@@ -149,6 +154,8 @@ class Simulator:
             connection.sendall(b"SHUTDOWN\n")
             connection.recv(100)
         coordinator.wait(60)
+        # The report lists ranks as each communicator numbers them, so only their sum has a meaning.
+        return sum(rank["communicator_inits"] for rank in json.loads(self._report.read_text())["ranks"])
 
 
 @contextmanager

@@ -8,14 +8,20 @@ from realhf.planning.model.communicators import axes_used, group_key
 from tests.simulated.simulator import Simulator
 from tests.unit.api.calls import call
 
+# Each kernel is compiled and loaded once for all shapes, in front of the first generation that needs it.
 LINES = [
     "trained in step 0",
     "trained in step 1",
+    "loaded attend_split",
     *(f"generated with decode graphs {graphs}" for graphs in ("off", "call", "kept")),
+    "loaded attend_split",
+    "loaded join_splits",
+    "generated behind long prompts",
     "end",
 ]
 # The sum of the ranks of all communicators, by (dp, tp, pp). All ranks have the world, and the groups of axes of more
-# than one rank; axes with the same ranks share one. torch makes one for each pair of stages that send to each other.
+# than one rank; axes with the same ranks share one. torch makes one for each pair of stages that send to each other: in
+# generation each sends to the next, and the last to the first.
 RANKS_OF_ALL = {
     (1, 1, 1): 0,
     (2, 1, 1): 2 * 2,  # world; data, model
@@ -24,7 +30,8 @@ RANKS_OF_ALL = {
     (2, 2, 1): 4 * 4,  # world; data; tensor; model
     (2, 1, 2): 4 * 4,  # world; data; model; stages
     (1, 2, 2): 4 * 4,  # world; tensor; model; stages
-    (1, 1, 4): 2 * 4 + 5 * 2,  # world; model; the pairs of neighbours, and of the last stage with the others
+    (1, 1, 4): 4 * 4,  # world; model; two pairs
+    (1, 2, 3): 5 * 6,  # world; tensor; model; two pairs
 }
 
 
@@ -36,6 +43,12 @@ def planned(strategy: ParallelStrategy) -> int:
     return len({group_key(layout, axis) for axis in axes}) + (strategy.size > 1)
 
 
+def test_flash_attn_reads_the_cache_where_triton_is_left_out(simulator: Simulator) -> None:
+    outcome = simulator.run("engine", 1, 1, 1, 1, environment={"REALHF_WITHOUT": "triton"})
+    loaded = [line for line in LINES if line.startswith("loaded")]
+    assert [line for line in outcome.logs[0].splitlines() if line in LINES] == [x for x in LINES if x not in loaded]
+
+
 @pytest.mark.parametrize(("dp", "tp", "pp"), RANKS_OF_ALL)
 def test_steps(simulator: Simulator, dp: int, tp: int, pp: int) -> None:
     strategy = ParallelStrategy(dp, tp, pp)
@@ -43,5 +56,11 @@ def test_steps(simulator: Simulator, dp: int, tp: int, pp: int) -> None:
     for log in outcome.logs:
         assert [line for line in log.splitlines() if line in LINES] == LINES
     assert outcome.memberships == RANKS_OF_ALL[dp, tp, pp]
-    if pp <= 2:
-        assert outcome.memberships == strategy.size * planned(strategy)
+    assert outcome.memberships == strategy.size * planned(strategy)
+
+
+def test_only_groups_that_a_call_uses_have_communicators(simulator: Simulator) -> None:
+    """And layouts share them: of dp 2 tp 2 and tp 2 pp 2 these are the world, tensor, model, data, and the stages."""
+    outcome = simulator.run("layouts", 4)
+    assert [log.splitlines()[-1] for log in outcome.logs] == ["end"] * 4
+    assert outcome.memberships == 5 * 4

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from realhf.gpu.host_numbers import on_device
 from realhf.parallel.vocabulary import Logits, TokenLogprobs, WholeLogits
 
 
@@ -34,7 +35,7 @@ def predicting_positions(lengths: Sequence[int], prompt_lengths: Sequence[int], 
 
 def last_positions(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[batch] int64: index of each sequence's last token in the packed tokens."""
-    return torch.tensor(lengths, device=device).cumsum(0) - 1
+    return on_device(torch.tensor(lengths).cumsum(0) - 1, device)
 
 
 def token_statistics(

@@ -22,6 +22,7 @@ from realhf.api.script.functions import Reduction, load_function
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import CallResult, Context, Head, Model, Stats
 from realhf.engine.returned import InterfaceError
+from realhf.gpu.host_numbers import on_device
 from realhf.parallel.divergence import Target, generalised_jsd
 
 # For every row of a mini-batch the term that it is for, or _LEFT_OUT; on the host.
@@ -285,7 +286,7 @@ def _of_tokens(rows: Batch, reduction: Reduction) -> Tensor:
     lengths = response_lengths(rows)
     if reduction.kind == "sequence_sum_over":
         return torch.full((sum(lengths),), 1 / reduction.over, dtype=torch.float64, device=device)
-    each = torch.tensor(lengths, device=device)
+    each = on_device(torch.tensor(lengths), device)
     counts = each if "in_loss" not in rows.data else torch.stack([mask.sum() for mask in rows.data["in_loss"]])
     return (1 / counts.double().clamp(min=1)).repeat_interleave(each, output_size=sum(lengths))
 

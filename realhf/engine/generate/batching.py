@@ -64,6 +64,26 @@ class _Waiting:
     length: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a scheduler has to keep to.
+
+    num_pages: of the cache.
+    page_size: tokens in a page.
+    max_running: sequences in the batch at most.
+    max_prefill_tokens: of one step, where it is more than one prompt.
+    holds_all: the pages are enough for any `max_running` sequences at their longest; none are kept back for growth.
+    least_share: sequences for which there is no room wait until newcomers would be this share of those that run.
+    """
+
+    num_pages: int
+    page_size: int
+    max_running: int
+    max_prefill_tokens: int
+    holds_all: bool
+    least_share: float = 0.0
+
+
 class Scheduler:
     """Admits sequences in order while there are slots and pages, and preempts the last admitted ones when pages run
     out.
@@ -73,34 +93,18 @@ class Scheduler:
     Args:
         lengths: tokens of every prompt.
         first_with_prompt: for every sequence the first one with the same prompt.
-        num_pages: of the cache.
-        page_size: tokens in a page.
-        max_running: sequences in the batch at most.
-        max_prefill_tokens: of one step, where it is more than one prompt.
-        holds_all: the pages are enough for any `max_running` sequences at their longest; none are kept back for growth.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        first_with_prompt: Sequence[int],
-        *,
-        num_pages: int,
-        page_size: int,
-        max_running: int,
-        max_prefill_tokens: int,
-        holds_all: bool,
-    ):
-        self.page_size, self.max_running, self.max_prefill_tokens = page_size, max_running, max_prefill_tokens
-        self.holds_all = holds_all
-        self.blocks = BlockManager(num_pages)
+    def __init__(self, lengths: Sequence[int], first_with_prompt: Sequence[int], limits: Limits):
+        self.limits, self.page_size = limits, limits.page_size
+        self.blocks = BlockManager(limits.num_pages)
         self.running: list[RunningSequence] = []
         self.preemptions = 0
         groups: dict[int, _Waiting] = {}
         for index, (length, first) in enumerate(zip(lengths, first_with_prompt, strict=True)):
             groups.setdefault(first, _Waiting(deque(), length)).indices.append(index)
         self._waiting = deque(groups.values())
-        self._slots = list(reversed(range(max_running)))
+        self._slots = list(reversed(range(limits.max_running)))
         self._step: Step | None = None
 
     @property
@@ -159,23 +163,28 @@ class Scheduler:
         self._slots.append(sequence.slot)
 
     def _admit(self, step: Step) -> None:
-        tokens = 0
-        while self._waiting:
-            group = self._waiting[0]
+        chosen: list[tuple[_Waiting, int]] = []  # how many of which group
+        tokens, count, free = 0, 0, self.blocks.free
+        for group in self._waiting:
             tokens += group.length
-            if step.prefills and tokens > self.max_prefill_tokens:
-                return
+            if chosen and tokens > self.limits.max_prefill_tokens:
+                break
             # A page each beyond the full ones that they share: the next token has its place. A quarter of the running
             # sequences may need a page within the next quarter of a page, so one page is kept back for every four.
             full = group.length // self.page_size
-            room = self.blocks.free - full - (0 if self.holds_all else len(self.running) // 4)
-            count = min(len(group.indices), len(self._slots), room)
-            if count < 1:
-                return
-            self._start(step, group, count, full)
-            if group.indices:
-                return
-            self._waiting.popleft()
+            room = free - full - (0 if self.limits.holds_all else (len(self.running) + count) // 4)
+            admitted = max(0, min(len(group.indices), len(self._slots) - count, room))
+            if admitted:
+                chosen.append((group, admitted))
+                count, free = count + admitted, free - full - admitted
+            if admitted < len(group.indices):
+                if count < self.limits.least_share * len(step.decodes):
+                    return
+                break
+        for group, admitted in chosen:
+            self._start(step, group, admitted, group.length // self.page_size)
+            if not group.indices:
+                self._waiting.popleft()
 
     def _start(self, step: Step, group: _Waiting, count: int, full: int) -> None:
         """Takes the first `count` of a group into the batch."""

@@ -4,10 +4,16 @@ A decode step of a few billion parameters is some hundreds of kernels of microse
 takes longer than running them. A CUDA graph is launched at once, but repeats only the recorded kernels on the same
 addresses. So rows are padded to a *bucket*, inputs are copied into buffers that belong to it, and the pages of the KV
 cache stay allocated as long as the graphs live.
+
+Recording costs about as much as launching the kernels one by one, so it pays from a bucket's third step on. The first
+step is launched, and prepares libraries for the recording; the second is recorded.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,11 +25,21 @@ from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels
 from realhf.models.decoder import Decoder
 from realhf.parallel.vocabulary import Logits
 
-# From a computation on tensors that stay in place to a function that repeats it on their present values.
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
+Compute = Callable[[], None]  # on tensors that stay in place
 
 
-def capture_of(decoder: Decoder, graphs: GraphLife) -> "Capture | None":
+class Capture(Protocol):
+    """Records computations, to repeat them on the present values of their tensors."""
+
+    def run(self, compute: Compute) -> None:
+        """Computes where it would be recorded: libraries make their handles and workspaces now, which they must not
+        while recording."""
+
+    def record(self, compute: Compute, size: int = 0) -> Compute:
+        """Returns what repeats `compute`, which has been run before; `size` grows with the memory that it takes."""
+
+
+def capture_of(decoder: Decoder, graphs: GraphLife) -> Capture | None:
     """The recorder of decode steps for this rank's part of a model; None where they are not recorded."""
     on_gpu = next(decoder.parameters()).is_cuda
     if graphs == "off" or graphs_refusal(decoder.config, on_gpu=on_gpu):
@@ -32,22 +48,45 @@ def capture_of(decoder: Decoder, graphs: GraphLife) -> "Capture | None":
 
 
 class CudaCapture:
-    """Records CUDA graphs, all in one pool of memory: a graph may overwrite the values that another has left there."""
+    """Records CUDA graphs. Those that live share a pool of memory: a graph may overwrite the values that another has
+    left there. A pool ends with its last graph, and the next one gets a new pool.
+
+    `torch.cuda.graph` would empty the caches of the device and of pinned memory for every graph.
+    """
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._sizes: WeakKeyDictionary[torch.cuda.CUDAGraph, int] = WeakKeyDictionary()
 
-    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+    def run(self, compute: Compute) -> None:
+        present, stream = torch.cuda.current_stream(), _recording_stream(torch.cuda.current_device())
+        stream.wait_stream(present)
         with torch.cuda.stream(stream):
-            compute()  # libraries make their handles and workspaces now, which they must not while recording
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, may ask the device for something meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             compute()
+        present.wait_stream(stream)
+
+    def record(self, compute: Compute, size: int = 0) -> Compute:
+        if size > max(self._sizes.values(), default=-1):
+            torch.cuda.empty_cache()  # the pool grows, and while recording no cached memory makes room for it
+        pool = next((other.pool() for other in self._sizes), None)
+        graph = torch.cuda.CUDAGraph()
+
+        def recorded() -> None:
+            # Other threads, such as NCCL's watchdog, may ask the device for something meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                compute()
+            finally:
+                graph.capture_end()
+
+        self.run(recorded)
+        self._sizes[graph] = size
         return graph.replay
+
+
+@lru_cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all recordings on a device: cuBLAS keeps a workspace of up to 32 MiB for every stream, for ever."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)
@@ -84,7 +123,7 @@ class CacheSizes:
 
 
 class DecodeGraphs:
-    """The decode steps of one batch. A graph is made when its bucket first comes up.
+    """The decode steps of one batch. A graph is made when its bucket comes up for the second time.
 
     Padding writes into the last page of the cache. The width of the page table is a bucket too: a power of two.
     """
@@ -97,7 +136,8 @@ class DecodeGraphs:
         size = config.vocab_size if decoder.groups.is_last_stage else config.hidden_size
         self._out = self._like.new_empty(self.max_rows, size)
         self._addresses = _addresses(decoder)
-        self._steps: dict[tuple[int, int], tuple[_Step, Callable[[], None]]] = {}
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._replays: dict[tuple[int, int], Compute] = {}
 
     def __call__(self, x: Tensor, lengths: np.ndarray, table: np.ndarray) -> Tensor:
         """One step of the model's stage.
@@ -114,16 +154,17 @@ class DecodeGraphs:
         rows, pages = table.shape
         width = power_of_two(pages) if self.cache.kernels.gathers else self.width
         shape = rows_bucket(rows), width
-        spare = self.cache.pages - 1
-        if shape in self._steps:
-            step, replay = self._steps[shape]
-            step.fill(x, lengths, table, spare)
-        else:
-            step = self._buffers(*shape, x)
-            step.fill(x, lengths, table, spare)  # first: recording may run the step, which must find rows
-            replay = self.capture(lambda: self._compute(step))
-            self._steps[shape] = step, replay
-        replay()
+        if is_first := shape not in self._steps:
+            self._steps[shape] = self._buffers(*shape, x)
+        step = self._steps[shape]
+        step.fill(x, lengths, table, spare=self.cache.pages - 1)
+        compute = partial(self._compute, step)
+        if is_first:
+            self.capture.run(compute)
+            return self._out[:rows]
+        if shape not in self._replays:
+            self._replays[shape] = self.capture.record(compute, shape[0] * shape[1])
+        self._replays[shape]()
         groups = self.decoder.groups
         if groups.tensor is not None:  # torch's watchdog knows nothing of collectives in a graph
             groups.waits.watch(

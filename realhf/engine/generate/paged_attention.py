@@ -11,9 +11,16 @@ from realhf.architecture.decoding import FLASH_PAGE_TOKENS, PAGE_TOKENS
 from realhf.cpu.native import kernels as _kernels
 from realhf.models.attention_kernels import Machine, last_token_borders, machine, packed_kernel
 
-PagedKernel = Literal["C++", "flash-attn", "gathered pages"]
+PagedKernel = Literal["C++", "Triton", "flash-attn", "gathered pages"]
 
 _USUAL_HEAD_DIM = 128
+# The cost of each kernel where it takes the place of a missing one.
+_COSTS = {
+    "flash-attn": f"in pages of {FLASH_PAGE_TOKENS} tokens, where plans count on pages of {PAGE_TOKENS}",
+    "gathered pages": "so that each step first copies its keys and values, which takes memory and many times as long",
+    "torch varlen": "whose gradients may differ in their last bits from run to run",
+    "scaled dot products": "with a launch for each length and gradients that may differ from run to run",
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ def paged_kernel(machine: Machine, dtype: torch.dtype, head_dim: int, *, has_cpp
     """The kernel that attends over pages on such a machine."""
     if machine.device == "cpu" and has_cpp and dtype in (torch.float32, torch.float64, torch.bfloat16):
         return "C++"
+    if machine.runs_triton(dtype, head_dim):
+        return "Triton"
     if machine.flash_attn is not None and machine.runs_flash(dtype, head_dim):
         return "flash-attn"
     return "gathered pages"
@@ -78,6 +87,8 @@ def paged_kernels(like: Tensor, head_dim: int) -> PagedKernels:
     match paged_kernel(machine(like.device.type), like.dtype, head_dim, has_cpp=_kernels is not None):
         case "C++":
             return CppKernels(like.dtype)
+        case "Triton":
+            return TritonKernels()
         case "flash-attn":
             return FlashKernels()
         case "gathered pages":
@@ -93,6 +104,20 @@ def describe_attention(device: str) -> list[str]:
         choice = f"{packed} over packed sequences, {paged} over the KV cache"
         choices.setdefault(choice, []).append(str(dtype).removeprefix("torch."))
     return [f"{', '.join(dtypes)}: {choice}" for choice, dtypes in choices.items()]
+
+
+def missing_kernels(device: str) -> dict[str, tuple[str, str]]:
+    """The kernels that a GPU is without, by the words of `REALHF_WITHOUT`: why that is so, what takes their place and
+    what that costs; and the remedy. Only those that a model in bfloat16 would take."""
+    here = machine(device)
+    packed = packed_kernel(here, torch.bfloat16, _USUAL_HEAD_DIM, None)
+    paged = paged_kernel(here, torch.bfloat16, _USUAL_HEAD_DIM, has_cpp=_kernels is not None)
+    missing = {}
+    for name, why, remedy in here.lacks if here.is_capable else ():
+        taken, place = (paged, "the KV cache") if name == "triton" else (packed, "packed sequences")
+        if name != "varlen" or packed != "flash-attn":
+            missing[name] = f"{name} {why}: over {place} {taken} takes its place, {_COSTS[taken]}", remedy
+    return missing
 
 
 class CppKernels:
@@ -138,6 +163,31 @@ class CppKernels:
             *_rows(query), *_rows(key), *_rows(value), head_dim**-0.5, window or 0, out.data_ptr(),
         )  # fmt: skip
         return out
+
+
+class TritonKernels:
+    """A kernel of our own on GPUs (`realhf.gpu.paged_attention`), in float32 and half precision.
+
+    It cuts the keys of a sequence into parts of a constant size: a row's numbers depend on its own sequence alone, and
+    launches on the numbers of rows and pages.
+    """
+
+    page, lengths_dtype, reads_behind, gathers = PAGE_TOKENS, torch.int32, False, False
+
+    def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (kv_heads, PAGE_TOKENS, head_dim), (kv_heads, PAGE_TOKENS, head_dim)
+
+    def write(self, pages: LayerPages, places: Tensor, key: Tensor, value: Tensor) -> None:
+        page, within = places // PAGE_TOKENS, places % PAGE_TOKENS
+        for store, new in zip(pages, (key, value), strict=True):
+            store[page, :, within] = new
+
+    def attend(
+        self, pages: LayerPages, rows: DecodeRows, query: Tensor, key: Tensor, value: Tensor, window: int | None
+    ) -> Tensor:
+        from realhf.gpu.paged_attention import attend
+
+        return attend(pages, rows.table, rows.lengths, query, key, value, window)
 
 
 class FlashKernels:

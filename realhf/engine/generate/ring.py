@@ -1,4 +1,4 @@
-"""The messages of generation between pipeline stages: hidden states go down, tokens come back."""
+"""The messages of generation between pipeline stages: each stage sends to the next one, and the last to the first."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,10 @@ class _Message:
 
 
 class BatchMessages:
-    """The messages of this stage about one batch: hidden states go down the stages, tokens come back.
+    """The messages of this stage about one batch: hidden states go down the stages, and the tokens behind them.
+
+    Tokens pass from stage to stage, since NCCL makes a communicator for every pair of ranks that send to each other: so
+    each rank has two. A stage has them before the next hidden states, which it could not use without.
 
     Sends do not wait. The two ends of a pair of ranks post their messages in one order.
 
@@ -51,16 +54,18 @@ class BatchMessages:
         self._send(hidden, self._groups.stage + 1, "hidden states")
 
     def send_tokens(self, tokens: Tensor) -> None:
-        """Sends the step's tokens from the last stage to all others."""
+        """Sends the step's tokens from the last stage to the first."""
         self.await_sent()  # the last step's tokens: they have arrived, else there were no logits
-        for stage in range(self._last):
-            self._send(tokens, stage, "tokens")
+        if self._last > 0:
+            self._send(tokens, 0, "tokens")
 
     def receive_tokens(self, count: int) -> Tensor:
-        """The step's tokens [count] from the last stage."""
+        """The step's tokens [count], which go on to the next stage."""
         empty = torch.empty(count, dtype=torch.int64, device=self._hidden_like.device)
-        tokens = self._wait(self._receive(empty, self._last, "tokens"))
-        self.await_sent()  # the hidden states: they have arrived, else there were no tokens
+        tokens = self._wait(self._receive(empty, self._groups.stage - 1, "tokens"))
+        self.await_sent()  # hidden states, and tokens before them: they have arrived, else there were no tokens
+        if self._groups.stage + 1 < self._last:
+            self._send(tokens, self._groups.stage + 1, "tokens")
         return tokens
 
     def await_sent(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from realhf.engine.generate.batching import RunningSequence, Scheduler, Step, pages_for
@@ -50,7 +51,7 @@ class RunningBatch:
         self.return_logits = return_logits
         self.device = next(decoder.parameters()).device
         width = max(pages_for(length, cache.kernels.page) for length in choice.longest().tolist())
-        self._table = np.zeros((scheduler.max_running, width), dtype=np.int32)
+        self._table = np.zeros((scheduler.limits.max_running, width), dtype=np.int32)
         self._drawn = DrawnTokens()
         self.steps = 0
 
@@ -104,12 +105,21 @@ class RunningBatch:
         return out.full() if isinstance(out, Logits) else out
 
     def draw(self, logits: Tensor) -> Tensor:
-        """Draws a token for every drawing sequence and records it: [drawing] int64."""
-        drawn = self.choice.draw(logits, self._sequences, self._lengths)
-        if self.decoder.groups.holds_outputs:
-            kept = (logits if self.graphs is None else logits.clone()) if self.return_logits else None
-            self._drawn.add(self._sequences, drawn, kept)
-        return drawn.tokens
+        """Draws a token for every drawing sequence and records it: [drawing] int64.
+
+        The first of the tensor-parallel ranks draws for all: kernels of GPUs may differ in the last bits.
+        """
+        groups = self.decoder.groups
+        tokens = torch.empty(len(self._sequences), dtype=torch.int64, device=self.device)
+        if groups.tp_index == 0:
+            drawn = self.choice.draw(logits, self._sequences, self._lengths)
+            if groups.holds_outputs:
+                kept = (logits if self.graphs is None else logits.clone()) if self.return_logits else None
+                self._drawn.add(self._sequences, drawn, kept)
+            tokens = drawn.tokens
+        if groups.tensor is not None:
+            dist.broadcast(tokens, group=groups.tensor, group_src=0)
+        return tokens
 
     def accept(self, tokens: Tensor) -> np.ndarray:
         """Appends the step's tokens [drawing] to their sequences; [drawing] bool: the sequence ends with it."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.cpu import fused
@@ -12,6 +13,7 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_BLOCK = 128  # tokens that a GPU adds up together; divides most vocabularies
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -94,7 +96,7 @@ class Truncation:
         if self.top_p < 1:
             in_order = logprobs.sort(descending=True, stable=True)
             probabilities = in_order.values.double().exp()
-            is_left = probabilities.cumsum(-1) - probabilities < self.top_p  # by the sum of those before it
+            is_left = running_sums(probabilities) - probabilities < self.top_p  # by the sum of those before it
             is_kept = torch.zeros_like(is_left).scatter(-1, in_order.indices, is_left)
             logprobs = logprobs.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
         return logprobs
@@ -137,22 +139,67 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation
         return _certain(truncation.without_forbidden(whole).argmax(-1), whole, whole)
     logprobs = truncation(whole)
     assert uniforms is not None, "a draw at a temperature above 0 needs random numbers"
-    borders = logprobs.exp().cumsum(-1, dtype=torch.float64)  # [n, vocab], upper border of every token's interval
+    find = _find if logits.device.type == "cpu" else _find_in_blocks
+    tokens, margins = find(logprobs.exp(), uniforms[:, None])
+    return Draw(tokens, _pick(logprobs, tokens), _pick(whole, tokens), margins)
+
+
+def _find(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens [n] in whose intervals the `uniforms` [n, 1] of the total lie, and margins [n]; see `draw`."""
+    borders = running_sums(probabilities)  # [n, vocab], upper border of every token's interval
     total = borders[:, -1:]  # 1 but for rounding
-    # Rounding may lift the product to the total, which lies beyond the last interval.
-    point = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    # The first token whose upper border is above the point; its probability cannot be 0.
-    tokens = torch.searchsorted(borders, point, right=True)  # [n, 1]
-    tokens = tokens.clamp_max(logits.shape[-1] - 1)  # a row of NaN gives the size of the vocabulary
-    upper = borders.gather(-1, tokens)
-    lower = torch.where(tokens > 0, borders.gather(-1, (tokens - 1).clamp_min(0)), 0.0)
+    point = _below(uniforms * total, total)
+    tokens, lower, upper = _interval(borders, point)
+    return tokens[:, 0], _margins(lower, point, upper, total)
+
+
+def _find_in_blocks(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_find`, by sums of blocks of the vocabulary and then of tokens within a block: a GPU reads the probabilities
+    once, and writes no float64 of the vocabulary's size."""
+    vocab = probabilities.shape[-1]
+    blocks = F.pad(probabilities, (0, -vocab % _BLOCK)) if vocab % _BLOCK else probabilities
+    blocks = blocks.unflatten(-1, (-1, _BLOCK))  # [n, blocks, tokens]
+    ends = running_sums(blocks.sum(-1, dtype=torch.float64))  # [n, blocks]
+    total = ends[:, -1:]
+    point = _below(uniforms * total, total)
+    block, before, end = _interval(ends, point)
+    borders = running_sums(blocks.take_along_dim(block[:, :, None], dim=1)[:, 0])  # [n, tokens], within the block
+    last = borders[:, -1:]  # end - before but for rounding
+    token, lower, upper = _interval(borders, _below(point - before, last))
+    upper = torch.where(upper < last, before + upper, end)
+    # A row of NaN is found behind its last token.
+    return (block * _BLOCK + token).clamp_max(vocab - 1)[:, 0], _margins(before + lower, point, upper, total)
+
+
+def running_sums(x: Tensor) -> Tensor:
+    """The sums of x [n, m] along its rows, from the first element to each: float64, the same bits in every run."""
+    # torch's kernel for a single row adds up in an order that depends on time (pytorch issue 75240); more rows take
+    # another kernel.
+    rows = x.expand(2, -1) if len(x) == 1 and x.device.type != "cpu" else x
+    return rows.cumsum(-1, dtype=torch.float64)[: len(x)]
+
+
+def _below(point: Tensor, total: Tensor) -> Tensor:
+    """Rounding may lift a point to the total, which lies beyond the last interval."""
+    return torch.minimum(point, total.nextafter(torch.zeros_like(total)))
+
+
+def _interval(borders: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first interval whose upper border is above the point, which therefore is not empty, and its borders; [n, 1]
+    each. `borders` [n, m] are the upper ones."""
+    index = torch.searchsorted(borders, point, right=True)
+    index = index.clamp_max(borders.shape[-1] - 1)  # a row of NaN gives m
+    upper = borders.gather(-1, index)
+    lower = torch.where(index > 0, borders.gather(-1, (index - 1).clamp_min(0)), 0.0)
+    return index, lower, upper
+
+
+def _margins(lower: Tensor, point: Tensor, upper: Tensor, total: Tensor) -> Tensor:
     # 0 and the total border no other token, so that no rounding moves a draw across them.
-    margins = torch.minimum(
+    return torch.minimum(
         torch.where(lower > 0, point - lower, 1.0),
         torch.where(upper < total, upper - point, 1.0),
-    )
-    tokens = tokens.squeeze(-1)
-    return Draw(tokens, _pick(logprobs, tokens), _pick(whole, tokens), margins.squeeze(-1))
+    ).squeeze(-1)
 
 
 def replay(logits: Tensor, tokens: Tensor, temperature: float, truncation: Truncation = NO_TRUNCATION) -> Draw:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.optim.adamw import adamw
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.cpu import fused
+from realhf.engine.train.staging import Staging
 
 # Elements that are updated at a time on a CPU: their gradients and states stay in a core's cache from the first pass
 # over them to the last.
@@ -73,6 +75,7 @@ class FlatAdamW:
         is_pinned = bool(config.offload_states) and device.type == "cuda"  # copies need not wait then
         host = torch.device("cpu") if config.offload_states else device
         self.state = {kind: torch.zeros(size, dtype=wide, device=host, pin_memory=is_pinned) for kind in kinds}
+        self._staging = Staging(device) if config.offload_states else None
         self.parameters_changed()
 
     @property
@@ -93,13 +96,21 @@ class FlatAdamW:
     def step(self, gradients: Sequence[Tensor], scale: float = 1.0) -> None:
         """One update with `scale` times `gradients`, vectors like the parameters, which stay as they are.
 
-        Beyond the states it needs memory for a chunk alone.
+        Beyond the states it needs memory for a chunk alone, and for those of the states that come from the host.
         """
-        for (parameters, at), gradient in zip(self._parts(), gradients, strict=True):
-            states = {kind: state[at] for kind, state in self.state.items()}
-            for chunk in chunks(parameters):
-                kept = {kind: state[chunk] for kind, state in states.items()}
-                self._step(parameters[chunk], gradient[chunk], scale, kept)
+        updates = [
+            (
+                {kind: state[at][chunk] for kind, state in self.state.items()},
+                partial(self._update, parameters[chunk], gradient[chunk], scale),
+            )
+            for (parameters, at), gradient in zip(self._parts(), gradients, strict=True)
+            for chunk in chunks(parameters)
+        ]
+        if self._staging is not None:
+            self._staging.each(updates)
+        else:
+            for state, update in updates:
+                update(state)
         self.step_count += 1
 
     def _parts(self) -> Iterator[tuple[Tensor, slice]]:
@@ -109,10 +120,7 @@ class FlatAdamW:
             yield part, slice(start, start + len(part))
             start += len(part)
 
-    def _step(self, parameters: Tensor, gradients: Tensor, scale: float, kept: dict[str, Tensor]) -> None:
-        state = kept
-        if self.config.offload_states:
-            state = {k: s.to(parameters.device, non_blocking=True, copy=True) for k, s in kept.items()}
+    def _update(self, parameters: Tensor, gradients: Tensor, scale: float, state: dict[str, Tensor]) -> None:
         target = state["master"] if self.has_master else parameters
         gradients = gradients.to(target.dtype)
         adamw(
@@ -121,7 +129,7 @@ class FlatAdamW:
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],
-            [torch.tensor(float(self.step_count), device=target.device)],
+            [torch.full((), float(self.step_count), device=target.device)],  # no copy, for which the host would wait
             fused=True,  # one pass, no temporaries
             amsgrad=False,
             beta1=self.config.beta1,
@@ -133,6 +141,3 @@ class FlatAdamW:
         )
         if self.has_master:
             parameters.copy_(target)
-        if state is not kept:
-            for kind, tensor in state.items():
-                kept[kind].copy_(tensor)

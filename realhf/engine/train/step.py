@@ -18,7 +18,7 @@ from realhf.engine.forward import run_stage
 from realhf.engine.interface import LossFunction, Stats
 from realhf.engine.packing import pack_micro_batch
 from realhf.engine.pipeline import Neighbours, run_training
-from realhf.engine.returned import check_loss
+from realhf.engine.returned import UnreadLoss, check_loss, read_losses
 from realhf.engine.train.data_parallel import Parameters, place_of
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.geometry.boxes import Box
@@ -65,11 +65,11 @@ class _Reached(torch.autograd.Function):
 class _Sums:
     """Sums over the micro-batches of this data-parallel rank."""
 
-    loss: Tensor | float = 0.0
+    loss: float = 0.0
     stats: Stats = field(default_factory=dict)
 
-    def add(self, loss: Tensor, stats: Stats) -> None:
-        self.loss = self.loss + loss.detach().double()
+    def add(self, loss: float, stats: Stats) -> None:
+        self.loss += loss
         for key, (value, weight) in stats.items():
             old_value, old_weight = self.stats.get(key, (0.0, 0.0))
             self.stats[key] = (old_value + value, old_weight + weight)
@@ -125,7 +125,7 @@ class Trainer:
             return {}
         return {
             **sums.stats,
-            "loss": (float(sums.loss), local_weight),
+            "loss": (sums.loss, local_weight),
             "grad_norm": (norm, 1.0),
             "lr": (lr, 1.0),
         }
@@ -150,7 +150,7 @@ class Trainer:
         group = self.decoder.groups.tensor if self.compute.sequence_parallel else None
         shards = [None if group is None else TokenShards(group, len(p.tokens)) for p in packed]
         counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
-        sums = _Sums()
+        unread: list[UnreadLoss] = []
 
         def run(forward: Pass, hidden: Tensor | None) -> Tensor:
             i, chunk = forward.micro_batch, forward.chunk
@@ -158,13 +158,16 @@ class Trainer:
             if not self.decoder.has_head(chunk):
                 assert isinstance(output, Tensor)
                 return output
-            value, stats = check_loss(loss(output, parts[i]), parts[i].ids)
-            sums.add(value, stats)
+            value, found = check_loss(loss(output, parts[i]), parts[i].ids)
+            unread.append(found)
             return reaching(value, output) / global_weight
 
         self.parameters.zero_gradients()
         with self.parameters.computing() as end_pass:
             run_training(self.neighbours, counts, run, end_pass)
+        sums = _Sums()
+        for value, stats in read_losses(unread):
+            sums.add(value, stats)
         return sums
 
     def _norm(self) -> float:
@@ -193,7 +196,7 @@ class Trainer:
     def _check(self, norm: float, sums: _Sums) -> None:
         if math.isfinite(norm):
             return
-        seen = f"; the loss here was {float(sums.loss)}" if self.decoder.groups.is_last_stage else ""
+        seen = f"; the loss here was {sums.loss}" if self.decoder.groups.is_last_stage else ""
         raise FloatingPointError(
             f"train_step at optimizer step {self.optimizer.step_count}: the gradient norm is {norm}{seen}. The "
             "parameters are unchanged; lower the learning rate, or look for values that overflow in the loss"

@@ -8,7 +8,7 @@ from realhf.api.computation import computation_of
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.chunks import GPU_LOGITS_BYTES, LOGITS_BYTES
 from realhf.architecture.compute import Computation, ModeRules, Recomputation, Recomputed
-from realhf.architecture.decoding import GraphLife, graphs_refusal, page_tokens
+from realhf.architecture.decoding import PAGE_TOKENS, GraphLife, graphs_refusal
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
@@ -33,8 +33,8 @@ class EngineFeatures:
     recomputation: "full": a layer keeps only its input, and the backward pass runs its forward again (Chen et al.,
         2016; Korthikanti et al., 2022, section 5); "selective": it runs all but products and attention again.
     recomputed_layers: the first layers of every model chunk alone do so; None: all.
-    on_gpus: the KV cache has the pages that flash-attn needs, the larger ones, where it takes the dtype and the heads;
-        passes take the memory of `realhf.planning.model.gpu_memory`.
+    on_gpus: the devices are GPUs, on which decode steps may be graphs and passes take the memory of
+        `realhf.planning.model.gpu_memory`.
     multiprocessors: of a GPU, see `realhf.planning.model.hardware.Hardware`.
     cuda_graphs: on GPUs, a decode step is replayed as a graph, where the call asks for it
         (`GenerationOptions.decode_graphs`) and the model allows it (`realhf.architecture.decoding`).
@@ -132,8 +132,8 @@ class EngineFeatures:
         return replace(self, **chosen)
 
     def page_tokens(self, model: DecoderConfig, dtype: DType) -> int:
-        """Tokens in a page of the KV cache."""
-        return page_tokens(dtype, model.head_dim, has_flash=self.on_gpus)
+        """Tokens in a page of the KV cache, by the kernels that are taken where none is missing."""
+        return PAGE_TOKENS
 
     def replays(self, model: DecoderConfig, decode_graphs: GraphLife) -> bool:
         """Whether the decode steps of a call with this option are graphs."""

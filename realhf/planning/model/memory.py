@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
+from realhf.architecture.chunks import OPTIMIZER_ELEMENTS, STAGED_CHUNKS
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.kept import kept
 from realhf.geometry.layout import ParallelStrategy, stage_layers
@@ -105,7 +105,9 @@ class PlacedModel:
         """Bytes on the device during an optimizer step whose states wait in host memory."""
         if not self.features.offloads_states:
             return 0
-        return min(self.updated_elements(), OPTIMIZER_ELEMENTS) * self.features.state_bytes(self.dtype)
+        updated, scaled = self.updated_elements(), max(self.item, 4)  # a chunk of gradients is scaled
+        staged = min(updated, STAGED_CHUNKS * OPTIMIZER_ELEMENTS) * self.features.state_bytes(self.dtype)
+        return staged + min(updated, OPTIMIZER_ELEMENTS) * scaled
 
     def packed_bytes(self) -> int:
         """The second copy of the linears' weights while a call generates

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
+from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.architecture.compute import Recomputation
 from realhf.architecture.decoding import num_buckets
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers, stage_layers
@@ -153,9 +154,17 @@ class RankSeconds:
         return self.placed.elements() / self.strategy.dp if is_divided else self.placed.elements()
 
     def _optimizer_s(self, updated: float) -> float:
-        """A step on `updated` parameters of a device; states that wait in host memory come and go for it."""
-        moved = 2 * updated * self.features.state_bytes(self.placed.dtype) if self.features.offloads_states else 0.0
-        return self.timings.optimizer(updated) + moved / self.timings.links.host_bandwidth
+        """A step on `updated` parameters of a device; states that wait in host memory come and go for it.
+
+        Links carry both directions at once, so two chunks in turns take half of the summed time; only the coming of the
+        first chunk and the going of the last hide nothing (`realhf.engine.train.staging`).
+        """
+        update_s = self.timings.optimizer(updated)
+        if not self.features.offloads_states:
+            return update_s
+        moved = 2 * updated * self.features.state_bytes(self.placed.dtype)
+        in_turns = 1 + min(OPTIMIZER_ELEMENTS / max(updated, 1), 1.0)
+        return in_turns / 2 * (update_s + moved / self.timings.links.host_bandwidth)
 
     def generate_s(self) -> float:
         """Prefill, which gives the first token, then a decode step for each further token of the longest response,
@@ -182,13 +191,19 @@ class RankSeconds:
 
     @property
     def _recording_s(self) -> float:
-        """What graphs cost that live for one call: for each its kernels are launched twice one by one, to run and to be
-        recorded. A batch that shrinks needs one for every number of rows."""
-        if not (self.features.cuda_graphs and self.lengths.decode_graphs == "call"):
+        """What graphs cost more that live for one call: the first step of each number of rows is launched kernel by
+        kernel in place of a graph, and its second one is recorded, which takes as long as to launch the kernels. Graphs
+        of a home whose parameters are gathered go with these. A batch that shrinks goes through all numbers of rows."""
+        features, lengths = self.features, self.lengths
+        keeps = lengths.decode_graphs == "kept" and not features.divides_parameters
+        if not features.cuda_graphs or lengths.decode_graphs == "off" or keeps:
             return 0.0
-        number = num_buckets(math.ceil(self.sequences)) if self.lengths.responses else 1
-        layers = len(stage_layers(self.model.num_layers, self.strategy.pp, 0))
-        return self.work.parts_in_flight * number * 2 * layers * self.timings.hardware.decode_launch_s
+        steps = sum(phase.steps for phase in self.work.decode_phases)
+        first = min(num_buckets(math.ceil(self.sequences)) if lengths.responses else 1, steps)
+        hardware, layers = self.timings.hardware, len(stage_layers(self.model.num_layers, self.strategy.pp, 0))
+        launched = hardware.decode_launch_s - hardware.decode_graph_launch_s
+        recorded_s = first * launched + min(first, steps - first) * hardware.decode_launch_s
+        return self.work.parts_in_flight * layers * recorded_s
 
     def _stages(self, seconds: Callable[[int], float]) -> list[float]:
         """`seconds` of every stage; those within the pipeline with equally many layers are alike."""

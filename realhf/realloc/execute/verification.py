@@ -8,7 +8,7 @@ from torch import Tensor
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import Layout
 from realhf.realloc.execute.carriers import Message, PeersPart, ReallocationError, post, wait_for
-from realhf.realloc.execute.checksum import SumsByPeer, bit_sum, bit_sums
+from realhf.realloc.execute.checksum import SumsByPeer, bit_sums
 from realhf.realloc.execute.executor import Reallocation
 from realhf.realloc.execute.locations import Memory, locate
 
@@ -92,7 +92,8 @@ class LentParts:
     """Bit sums of the parts that a rank lends to a copy of a model, to be compared when it has them back."""
 
     def __init__(self, lent: Sequence[tuple[Box, Tensor]]):
-        self._sums = [(box, bit_sum(tensor)) for box, tensor in lent]
+        self._boxes = [box for box, _ in lent]
+        self._sums = bit_sums([tensor for _, tensor in lent]) if lent else None
 
     def verify(self, returned: Sequence[tuple[Box, Tensor]], *, rank: int, model_name: str) -> None:
         """`returned`: the same boxes in the same order.
@@ -100,11 +101,11 @@ class LentParts:
         Raises:
             VerificationError: a part is not as it was lent.
         """
-        differing = []
-        for (box, before), (same, tensor) in zip(self._sums, returned, strict=True):
-            assert box == same
-            if bit_sum(tensor) != before:
-                differing.append(box)
+        assert self._boxes == [box for box, _ in returned]
+        if self._sums is None:
+            return
+        differs = bit_sums([tensor for _, tensor in returned]) != self._sums
+        differing = [self._boxes[index] for index in differs.nonzero().flatten().tolist()]
         if differing:
             raise VerificationError(
                 f"{model_name}: rank {rank} took other values back than it had lent to a copy, of parameter "

@@ -91,9 +91,11 @@ def train(model: ShardedModel, samples: int = 8, length: int = 64, micro_batches
     model.train_step(batch, "tokens", _loss, lambda part: float(sum(map(len, part.data["tokens"]))), micro_batches)
 
 
-def generate(model: ShardedModel, graphs: GraphLife, samples: int = 8, new_tokens: int = 5) -> None:
+def generate(
+    model: ShardedModel, graphs: GraphLife, samples: int = 8, new_tokens: int = 5, prompt_tokens: int = 20
+) -> None:
     options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1, decode_graphs=graphs)
-    batch = Batch(tuple(range(samples)), {"prompt": _zeros(samples, 20)})
+    batch = Batch(tuple(range(samples)), {"prompt": _zeros(samples, prompt_tokens)})
     model.generate(batch, GenerationRequest(options, sample_key=(0, 0)))
 
 

@@ -1,4 +1,7 @@
-"""engine DP TP PP: two training steps, and a generation with each life of decode graphs, in one layout."""
+"""engine DP TP PP: two training steps, and a generation with each life of decode graphs, in one layout.
+
+At last one of sequences that are so long that their keys are split among programs.
+"""
 
 import sys
 
@@ -12,4 +15,6 @@ for step in range(2):
 for graphs in ("off", "call", "kept"):
     generate(model, graphs)
     say(f"generated with decode graphs {graphs}")
+generate(model, "kept", prompt_tokens=600)
+say("generated behind long prompts")
 end()

@@ -2,18 +2,20 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 
 import realhf.engine.generate.paged_attention as paged_attention
 import realhf.models.attention as attention
-import realhf.models.attention_kernels as attention_kernels
+from realhf.models.attention_kernels import Machine, machine
 
-HOPPER = attention_kernels.Machine(device="cuda", compute_capability=(9, 0), flash_attn=(2, 8))
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its operators live as long as it
 
 
@@ -38,6 +40,25 @@ def _with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Ten
     assert k_cache.shape[1] % 256 == 0
     assert options["cache_seqlens"].dtype == options["block_table"].dtype == torch.int32
     return torch.empty_like(q)
+
+
+@lru_cache
+def _machine(device: str) -> Machine:
+    """This one, as if flash-attn were installed: torch's own `varlen_attn` cannot be launched."""
+    here = machine(device)
+    return replace(here, flash_attn=(2, 8), lacks=tuple(lack for lack in here.lacks if lack.name != "flash-attn"))
+
+
+def _launch_triton() -> None:
+    """FakeGPU takes no threads for a kernel that it has loaded, where a GPU takes 1,024. Prints what is loaded."""
+    utils = triton.runtime.driver.active.utils
+    load = utils.load_binary
+
+    def loaded(name: str, *binary: object) -> tuple[object, ...]:
+        print(f"loaded {name}", flush=True)
+        return (*load(name, *binary)[:-1], 1024)
+
+    utils.load_binary = loaded
 
 
 def _zero(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,12 +88,13 @@ def _in_one_order(post: Callable[[list[dist.P2POp]], object]) -> Callable[[list[
 
 
 def install() -> None:
-    """Gives realhf a GPU with flash-attn, and torch the operators above."""
+    """Gives realhf flash-attn, and torch the operators above. Triton's kernels are compiled and launched."""
     flash = ModuleType("flash_attn")
     vars(flash).update(flash_attn_varlen_func=_varlen, flash_attn_with_kvcache=_with_kvcache)
     sys.modules["flash_attn"] = flash
-    for module in (attention_kernels, attention, paged_attention):
-        vars(module)["machine"] = lambda device: HOPPER
+    for module in (attention, paged_attention):
+        vars(module)["machine"] = _machine
+    _launch_triton()
     for name, operator in OPERATORS.items():
         _LIBRARY.impl(name, operator, "CUDA")
     vars(dist)["batch_isend_irecv"] = _in_one_order(dist.batch_isend_irecv)

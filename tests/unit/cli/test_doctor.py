@@ -5,10 +5,12 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pynvml
 import pytest
+import torch
 from rich.console import Console
 
 from realhf.base.errors import UserError
@@ -17,6 +19,9 @@ from realhf.cli.doctor import base_checks, gpu_checks, run_checks
 from realhf.cli.doctor_devices import find_ranks
 from realhf.cli.doctor_wire import find_host_name, find_keys
 from realhf.cli.findings import Check, Finding
+from realhf.engine.generate import paged_attention
+from realhf.machine.gpu_kernels import REMEDIES
+from realhf.models.attention_kernels import Lack, Machine
 from realhf.transport.keys import WorkerKeys
 from tests.unit.machine.nvml import A100, H100, Device, stand_in
 from tests.waiting import PATIENCE_S
@@ -190,4 +195,27 @@ def test_every_gpu_check_says_what_to_do() -> None:
         finding = check.run()
         assert finding.state in ("ok", "info") or finding.remedy
     names = [check.name for check in gpu_checks()]
-    assert names == ["CUDA", "GPU arithmetic", "NCCL groups", "GPU reallocation", "CUDA graphs", "GPU attention"]
+    assert names == [
+        "CUDA", "GPU arithmetic", "NCCL groups", "GPU reallocation", "CUDA graphs", "GPU attention",
+        "triton", "flash-attn", "varlen",
+    ]  # fmt: skip
+
+
+def test_a_kernel_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the way to have it; one that is there has its version."""
+    machine = Machine(device="cuda", compute_capability=(9, 0), lacks=(Lack("triton", "is broken", "mend it"),))
+    monkeypatch.setattr(paged_attention, "machine", lambda device: machine)
+    monkeypatch.setattr(doctor_devices, "version", lambda name: f"{name} 3.8")
+    checks = {check.name: check for check in gpu_checks()}
+    assert {checks[name].run().detail for name in REMEDIES} == {"no GPU to choose for"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = checks["triton"].run()
+    assert (found.state, found.remedy) == ("warn", "mend it")
+    assert found.detail.startswith("triton is broken: over the KV cache gathered pages takes its place")
+    assert checks["flash-attn"].run() == Finding("ok", "flash-attn 3.8")
+    monkeypatch.setattr(doctor_devices, "version", missing)
+    assert checks["varlen"].run() == Finding("ok", "nothing is missing")
+
+
+def missing(name: str) -> str:
+    raise PackageNotFoundError(name)

@@ -10,7 +10,7 @@ from torch.fx.node import has_side_effect
 Compute = Callable[[], None]
 
 # They write into their arguments, which their schemas do not say: a trace would leave them out as unused.
-COLLECTIVES = (torch.ops.c10d.allreduce_.default, torch.ops.c10d.allgather_.default)
+COLLECTIVES = (torch.ops.c10d.allreduce_.default, torch.ops.c10d._allgather_base_.default)
 for collective in COLLECTIVES:
     has_side_effect(collective)
 
@@ -26,14 +26,18 @@ class _InOrder(Interpreter):
 
 
 class EagerCapture:
-    """Computes again what was to be recorded; counts the recordings and the replays."""
+    """Computes again what was to be recorded; counts the runs before, the recordings and the replays."""
 
     def __init__(self) -> None:
-        self.captures = self.replays = 0
+        self.runs = self.captures = self.replays = 0
 
-    def __call__(self, compute: Compute) -> Compute:
+    def run(self, compute: Compute) -> None:
+        self.runs += 1
+        compute()
+
+    def record(self, compute: Compute, size: int = 0) -> Compute:
         self.captures += 1
-        again = self.record(compute)
+        again = self.recorded(compute)
 
         def replay() -> None:
             self.replays += 1
@@ -41,7 +45,7 @@ class EagerCapture:
 
         return replay
 
-    def record(self, compute: Compute) -> Compute:
+    def recorded(self, compute: Compute) -> Compute:
         return compute
 
 
@@ -51,7 +55,7 @@ class TracedCapture(EagerCapture):
     As with a CUDA graph, what Python decided stays as it was, and a value that is read on the host is an error.
     """
 
-    def record(self, compute: Compute) -> Compute:
+    def recorded(self, compute: Compute) -> Compute:
         def traced() -> torch.Tensor:
             compute()
             return torch.zeros(())

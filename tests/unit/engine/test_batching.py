@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.engine.generate.batching import Scheduler, Step, pages_for
+from realhf.engine.generate.batching import Limits, Scheduler, Step, pages_for
 from realhf.engine.generate.block_manager import BlockManager
 
 PAGE = 4
@@ -57,18 +57,21 @@ def workloads(draw):
     return twins, lengths, responses, longest + draw(st.integers(0, 10)), draw(st.integers(1, count))
 
 
-@given(workloads(), st.integers(1, 30))
+@given(workloads(), st.integers(1, 30), st.sampled_from([0.0, 0.25, 2.0]))
 @settings(max_examples=300, deadline=None)
-def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_prefill_tokens):
+def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_prefill_tokens, least_share):
     twins, lengths, responses, num_pages, max_running = workload
     scheduler = Scheduler(
         lengths,
         twins,
-        num_pages=num_pages,
-        page_size=PAGE,
-        max_running=max_running,
-        max_prefill_tokens=max_prefill_tokens,
-        holds_all=False,
+        Limits(
+            num_pages=num_pages,
+            page_size=PAGE,
+            max_running=max_running,
+            max_prefill_tokens=max_prefill_tokens,
+            holds_all=False,
+            least_share=least_share,
+        ),
     )
     memory = Memory(lengths, twins)
     drawn: Counter[int] = Counter()
@@ -86,16 +89,21 @@ def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_pre
     assert scheduler.blocks.free == num_pages
 
 
-def scheduler_of(lengths, twins=None, *, num_pages, max_running=100, max_prefill_tokens=1000, holds_all=False):
+def scheduler_of(
+    lengths, twins=None, *, num_pages=100, max_running=100, max_prefill_tokens=1000, holds_all=False, least_share=0.0
+):
     twins = range(len(lengths)) if twins is None else twins
     return Scheduler(
         lengths,
         twins,
-        num_pages=num_pages,
-        page_size=PAGE,
-        max_running=max_running,
-        max_prefill_tokens=max_prefill_tokens,
-        holds_all=holds_all,
+        Limits(
+            num_pages=num_pages,
+            page_size=PAGE,
+            max_running=max_running,
+            max_prefill_tokens=max_prefill_tokens,
+            holds_all=holds_all,
+            least_share=least_share,
+        ),
     )
 
 
@@ -212,6 +220,41 @@ def test_a_step_that_takes_pages_away_admits_nobody():
     step = advance(scheduler)  # 0 has 9 tokens
     assert ([s.index for s in step.decodes], [s.index for s in step.grown], step.prefills) == ([0], [0], [])
     assert (scheduler.preemptions, scheduler.waiting, scheduler.blocks.free) == (1, 2, 1)
+
+
+def test_newcomers_wait_until_there_is_room_for_a_share_of_those_that_run():
+    scheduler = scheduler_of([1] * 8, max_running=4, least_share=0.5)
+    assert [s.index for s in advance(scheduler, ends=[0]).drawing] == [0, 1, 2, 3]
+    step = advance(scheduler, ends=[2])  # room for one beside three
+    assert ([s.index for s in step.decodes], step.prefills) == ([1, 2, 3], [])
+    step = advance(scheduler)
+    assert [p.members[0].index for p in step.prefills] == [4, 5]
+    at_once = scheduler_of([1] * 8, max_running=4)
+    advance(at_once, ends=[0])
+    assert [p.members[0].index for p in advance(at_once).prefills] == [4]
+
+
+def test_newcomers_wait_for_room_alone():
+    """Not for others: these may be all that wait, and a step takes no more prompts than it may."""
+    last = scheduler_of([1] * 5, max_running=4, least_share=0.5)
+    advance(last, ends=[0])
+    assert [p.members[0].index for p in advance(last).prefills] == [4]
+    many = scheduler_of([5] * 9, max_prefill_tokens=5, least_share=0.5)
+    assert [len(advance(many).prefills) for _ in range(9)] == [1] * 9
+    large = scheduler_of([8, 8], num_pages=4, least_share=2.0)
+    assert [s.index for s in advance(large, ends=[0]).drawing] == [0]
+    assert [s.index for s in advance(large).drawing] == [1], "nothing runs that could make room"
+
+
+def test_a_group_that_waits_computes_its_prompt_once():
+    prompts = []
+    for least_share in (0.0, 0.5):
+        scheduler, tokens = scheduler_of([8] * 8, [0] * 4 + [4] * 4, max_running=4, least_share=least_share), 0
+        for end in range(8):
+            step = advance(scheduler, ends=[end])
+            tokens += sum(prefill.length for prefill in step.prefills)
+        prompts.append(tokens)
+    assert prompts == [8 + 4 * 8, 8 + 2 * 8]
 
 
 def test_pages_that_a_sequence_needs():

@@ -11,6 +11,7 @@ from realhf.api.generation import GenerationOptions
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 from realhf.engine.generate import loop
+from realhf.engine.generate.batching import Limits
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.decode_layers import decode_layers
 from realhf.engine.generate.loop import (
@@ -167,22 +168,24 @@ def test_a_scheduler_is_told_whether_its_pages_hold_all(decoder: Decoder, monkey
     made: list[Any] = []
 
     class Noted(loop.Scheduler):
-        def __init__(self, *lengths: Any, **more: Any) -> None:
-            made.append((lengths, more))
-            super().__init__(*lengths, **more)
+        def __init__(self, *about: Any) -> None:
+            made.append(about)
+            super().__init__(*about)
 
     monkeypatch.setattr(loop, "Scheduler", Noted)
     prompts = [torch.tensor([3] * length) for length in (2, 12, 2)]
     for tokens, number, holds_all in ((None, 4, True), (64, 4, True), (63, 3, False)):
         generate(decoder, Batch((1, 2, 3), {"prompt": prompts}), request(kv_cache_tokens=tokens))
-        (lengths, first_with_prompt), more = made.pop()
-        assert (lengths, first_with_prompt, more["num_pages"], more["holds_all"]) == (
-            [2, 12, 2],
-            [0, 1, 0],
-            number,
-            holds_all,
+        *prompts_of_call, limits = made.pop()
+        assert prompts_of_call == [[2, 12, 2], [0, 1, 0]]
+        assert limits == Limits(
+            num_pages=number,
+            page_size=16,
+            max_running=3,
+            max_prefill_tokens=loop.PREFILL_TOKENS,
+            holds_all=holds_all,
+            least_share=0.0,
         )
-        assert (more["page_size"], more["max_running"], more["max_prefill_tokens"]) == (16, 3, loop.PREFILL_TOKENS)
 
 
 def test_a_rank_without_outputs_has_none(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> None:

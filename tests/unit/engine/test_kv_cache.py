@@ -1,4 +1,4 @@
-"""Attention over pages, by both kernels, against plain attention of each sequence in float64."""
+"""Attention over pages, by each kernel, against plain attention of each sequence in float64."""
 
 from dataclasses import replace
 
@@ -16,23 +16,30 @@ from realhf.engine.generate.paged_attention import (
     FlashKernels,
     LayerPages,
     TorchKernels,
+    TritonKernels,
     describe_attention,
+    missing_kernels,
     paged_kernel,
     paged_kernels,
 )
-from realhf.models.attention_kernels import Machine
+from realhf.models.attention_kernels import Lack, Machine
 from tests.unit.models import flash
+from tests.unit.models.flash import WITH_TRITON
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 LAYERS = range(3, 5)
+TRITON = pytest.param("triton", marks=flash.IN_INTERPRETER)
 
 
-@pytest.fixture(params=["cpp", "torch"])
+@pytest.fixture(params=["cpp", "torch", TRITON])
 def kernels(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(paged_attention, "_kernels", None)
-    else:
-        assert paged_attention._kernels is not None, "the C++ modules are not built"
+    match request.param:
+        case "cpp":
+            assert paged_attention._kernels is not None, "the C++ modules are not built"
+        case "torch":
+            monkeypatch.setattr(paged_attention, "_kernels", None)
+        case "triton":
+            monkeypatch.setattr(paged_attention, "machine", lambda _: WITH_TRITON)
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -48,10 +55,18 @@ def plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
     return out
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        *((kind, dtype) for dtype in TOLERANCE for kind in ("cpp", "torch")),
+        # It knows no float64, and the interpreter multiplies the bits of bfloat16 as whole numbers.
+        pytest.param("triton", torch.float32, marks=flash.IN_INTERPRETER),
+    ],
+    indirect=["kernels"],
+)
 @pytest.mark.parametrize(
     ("kv_heads", "group", "head_dim", "window"),
-    [(2, 1, 8, None), (1, 4, 64, None), (2, 2, 16, 5), (1, 1, 2, 1), (2, 1, 80, 20), (1, 3, 7, None)],
+    [(2, 1, 8, None), (1, 4, 64, None), (2, 2, 16, 5), (1, 1, 2, 1), (2, 1, 80, 20), (1, 3, 7, None), (1, 14, 96, 9)],
 )
 def test_steps_attend_to_the_whole_sequence(kernels, dtype, kv_heads, group, head_dim, window):
     """Prompts of several lengths are computed in one step, and then token by token, mixed with new prompts."""
@@ -74,7 +89,8 @@ def test_steps_attend_to_the_whole_sequence(kernels, dtype, kv_heads, group, hea
             continue
         decode = prefill = None
         if decoding:
-            decode = DecodeRows(table[decoding], torch.tensor([lengths[i] for i in decoding]))
+            own = torch.tensor([lengths[i] for i in decoding], dtype=cache.kernels.lengths_dtype)
+            decode = DecodeRows(table[decoding], own)
         if starting:
             places = [table[i, t // PAGE].long() * PAGE + t % PAGE for i in starting for t in range(prompts[i])]
             prefill = PrefillRows([prompts[i] for i in starting], torch.stack(places))
@@ -121,13 +137,17 @@ def test_pages_lie_on_the_device_of_the_model():
     assert (made.device.type, made.dtype, made.shape) == ("meta", torch.bfloat16, (2, 3))
 
 
+INTEGERS = (torch.int64, torch.int32, torch.int32)
+
+
 def test_what_kernels_say_of_themselves():
-    said = [(k.page, k.lengths_dtype, k.reads_behind, k.gathers) for k in (CppKernels, FlashKernels)]
-    assert said == [(16, torch.int64, False, False), (256, torch.int32, False, False)]
+    said = [(k.page, k.lengths_dtype, k.reads_behind, k.gathers) for k in (CppKernels, TritonKernels, FlashKernels)]
+    assert said == [(page, integers, False, False) for page, integers in zip((16, 16, 256), INTEGERS, strict=True)]
     kernels = TorchKernels()
     assert (kernels.page, kernels.lengths_dtype, kernels.reads_behind, kernels.gathers) == (16, torch.int64, True, True)
     assert TorchKernels(3).page_shapes(2, 8) == ((2, 8, 3), (2, 3, 8))
     assert FlashKernels().page_shapes(2, 8) == ((256, 2, 8), (256, 2, 8))
+    assert TritonKernels().page_shapes(2, 8) == ((2, 16, 8), (2, 16, 8))
 
 
 def test_the_kernels_of_a_machine(monkeypatch):
@@ -137,6 +157,7 @@ def test_the_kernels_of_a_machine(monkeypatch):
         (Machine(device="cpu"), False, torch.float32, 64, TorchKernels),
         (flash_machine, True, torch.bfloat16, 64, FlashKernels),
         (flash_machine, True, torch.bfloat16, 36, TorchKernels),
+        (WITH_TRITON, True, torch.bfloat16, 36, TritonKernels),
     ):
         monkeypatch.setattr(paged_attention, "machine", lambda device, here=here: here)
         if not has_cpp:
@@ -156,9 +177,44 @@ def test_kernels_are_described_once_for_all_dtypes_that_take_them(monkeypatch):
         "bfloat16: flash-attn over packed sequences, flash-attn over the KV cache",
         "float32, float64: scaled dot products over packed sequences, gathered pages over the KV cache",
     ]
+    monkeypatch.setattr(paged_attention, "machine", lambda device: WITH_TRITON)
+    assert describe_attention("cuda") == [
+        "bfloat16, float32: scaled dot products over packed sequences, Triton over the KV cache",
+        "float64: scaled dot products over packed sequences, gathered pages over the KV cache",
+    ]
     monkeypatch.setattr(paged_attention, "machine", lambda device: Machine(device="cpu"))
     monkeypatch.setattr(paged_attention, "_kernels", None)
     assert describe_attention("cpu")[0].endswith(", gathered pages over the KV cache")
+
+
+LACKS = tuple(Lack(name, "is not installed", f"install {name}") for name in ("triton", "flash-attn", "varlen"))
+FLASH, VARLEN = {"flash_attn": (2, 8)}, {"varlen": frozenset({"window_size"})}
+
+
+@pytest.mark.parametrize(
+    ("there", "lacks", "said"),
+    [
+        ({"triton": (3, 8), **FLASH, **VARLEN}, "", []),
+        (FLASH | VARLEN, "triton", ["over the KV cache flash-attn takes its place, in pages of 256 tokens"]),
+        (VARLEN, "triton flash-attn", ["gathered pages takes its place, so that each step first copies its keys and",
+                                       "torch varlen takes its place, whose gradients may differ in their last bits"]),
+        ({"triton": (3, 8)}, "flash-attn varlen", ["scaled dot products takes its place, with a launch for each"] * 2),
+        ({"triton": (3, 8)} | FLASH, "varlen", []),
+    ],
+)  # fmt: skip
+def test_a_missing_kernel_is_told_with_what_takes_its_place(monkeypatch, there, lacks, said):
+    """Where that is something else."""
+    lacking = tuple(lack for lack in LACKS if lack.name in lacks.split())
+    here = replace(flash.HOPPER, **there, lacks=lacking)
+    monkeypatch.setattr(paged_attention, "machine", lambda device: here)
+    missing = missing_kernels("cuda")
+    assert list(missing) == (lacks.split() if said else [])
+    for (name, (text, remedy)), words in zip(missing.items(), said, strict=True):
+        assert text.startswith(f"{name} is not installed: over ")
+        assert words in text
+        assert remedy == f"install {name}"
+    monkeypatch.setattr(paged_attention, "machine", lambda device: replace(here, compute_capability=(7, 5)))
+    assert not missing_kernels("cuda")  # no package would help
 
 
 def test_wrong_tensors_never_come_to_the_kernel():
@@ -230,6 +286,14 @@ def test_weights_of_any_size_are_exact(scale):
         (replace(flash.HOPPER, flash_attn=(2, 8)), torch.bfloat16, 64, True, "flash-attn"),
         (replace(flash.HOPPER, flash_attn=(2, 8)), torch.bfloat16, 36, True, "gathered pages"),
         (replace(flash.HOPPER, flash_attn=(2, 8)), torch.float32, 64, True, "gathered pages"),
+        (WITH_TRITON, torch.bfloat16, 64, True, "Triton"),
+        (WITH_TRITON, torch.float16, 80, True, "Triton"),
+        (WITH_TRITON, torch.float32, 256, True, "Triton"),
+        (WITH_TRITON, torch.float64, 64, True, "gathered pages"),
+        (WITH_TRITON, torch.bfloat16, 264, True, "gathered pages"),
+        (replace(WITH_TRITON, flash_attn=(2, 8)), torch.bfloat16, 64, True, "Triton"),
+        (replace(WITH_TRITON, compute_capability=(7, 5)), torch.float32, 64, True, "gathered pages"),
+        (replace(WITH_TRITON, device="cpu"), torch.float32, 64, True, "C++"),
     ],
 )
 def test_which_kernel_attends_over_pages(machine, dtype, head_dim, has_cpp, expected):

@@ -14,8 +14,9 @@ from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
+from realhf.engine.generate import paged_attention
 from realhf.engine.generate.loop import generate, packed_weights
-from realhf.engine.generate.paged_attention import CppKernels, FlashKernels, TorchKernels, paged_kernel
+from realhf.engine.generate.paged_attention import paged_kernels
 from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -65,17 +66,20 @@ def test_the_cache(new_tokens: int, samples_per_prompt: int, micro_batches: int)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "tokens"), [("bfloat16", 128, 256), ("bfloat16", 36, 16), ("float32", 128, 16)]
+    ("dtype", "head_dim"), [("bfloat16", 128), ("bfloat16", 36), ("bfloat16", 512), ("float32", 128), ("float64", 128)]
 )
-def test_pages_are_those_of_the_kernel_that_is_taken(dtype: str, head_dim: int, tokens: int) -> None:
-    """Of flash-attn 256 tokens, and on GPUs that is planned for wherever it may be taken."""
-    machine = replace(flash.HOPPER, flash_attn=(2, 8))
-    chosen = paged_kernel(machine, getattr(torch, dtype), head_dim, has_cpp=True)
-    page = FlashKernels.page if chosen == "flash-attn" else TorchKernels().page
+@pytest.mark.parametrize("flash_attn", [None, (2, 8)])
+def test_pages_are_those_of_the_kernel_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, flash_attn: tuple[int, ...] | None, dtype: DType, head_dim: int
+) -> None:
+    """Of the same size for all kernels where no package is missing, and without flash-attn too."""
     config = tiny(hidden_size=4 * head_dim)
     on_gpu, on_cpu = (ENGINE.on(load_hardware(name)) for name in ("h100", "cpu"))
-    assert on_gpu.page_tokens(config, dtype) == page == tokens
-    assert on_cpu.page_tokens(config, dtype) == CppKernels.page == 16
+    like = torch.empty(0, dtype=getattr(torch, dtype))
+    assert on_cpu.page_tokens(config, dtype) == paged_kernels(like, head_dim).page
+    machine = replace(flash.WITH_TRITON, flash_attn=flash_attn)
+    monkeypatch.setattr(paged_attention, "machine", lambda device: machine)
+    assert on_gpu.page_tokens(config, dtype) == paged_kernels(like, head_dim).page
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"mlp": "plain", "qkv_bias": True}], ids=str)

@@ -18,6 +18,7 @@ from realhf.engine.returned import (
     check_result,
     check_state,
     check_stats,
+    read_losses,
 )
 from realhf.rewards.details import RewardDetails
 
@@ -121,7 +122,7 @@ def test_statistics_become_floats() -> None:
         ((10**400, 1.0), f"({10**400}, 1.0)"),
         ((1.0, -1.0), "(1.0, -1.0)"),
         ((True, 1.0), "(True, 1.0)"),
-        ((torch.tensor(1.0), 1.0), "(a tensor [] of float32, 1.0)"),
+        ((torch.ones(2), 1.0), "(a tensor [2] of float32, 1.0)"),
         ("ab", "a str"),
     ],
 )
@@ -147,8 +148,24 @@ def some(value: float = 1.0) -> Tensor:
 
 
 def test_a_loss_that_keeps_the_rules() -> None:
-    loss, stats = check_loss((some(2.0), {"a": (1, 2)}), IDS)
-    assert (loss.item(), stats) == (2.0, {"a": (1.0, 2.0)})
+    given = some(2.0)
+    loss, unread = check_loss((given, {"a": (1, 2)}), IDS)
+    assert loss is given
+    assert not unread.loss.requires_grad
+    assert read_losses([unread]) == [(2.0, {"a": (1.0, 2.0)})]
+
+
+def test_scalar_tensors_stand_for_numbers_and_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's sums stay there until the end of a mini-batch."""
+    waited: list[int] = []
+    read = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: waited.append(len(tensor)) or read(tensor))
+    parts = [(2.0, {"a": (torch.tensor(1.5), 2), "b": [3, torch.tensor(4.0)]}), (-1.0, {"a": (torch.tensor(0.5), 1)})]
+    unread = [check_loss((some(loss), stats), IDS)[1] for loss, stats in parts]
+    assert read_losses(unread) == [(2.0, {"a": (1.5, 2.0), "b": (3.0, 4.0)}), (-1.0, {"a": (0.5, 1.0)})]
+    assert waited == [5]
+    with pytest.raises(InterfaceError, match=re.escape("statistic 'a' is (nan, 1.0), must be a pair")):
+        check_stats({"a": (torch.tensor(NAN), 1.0)})
 
 
 @pytest.mark.parametrize(
@@ -165,12 +182,12 @@ def test_a_loss_that_keeps_the_rules() -> None:
 )
 def test_a_loss_that_breaks_a_rule(given: Any, text: str) -> None:
     with pytest.raises(InterfaceError, match=re.escape(text)):
-        check_loss(given, IDS)
+        read_losses([check_loss(given, IDS)[1]])
 
 
 def test_the_samples_of_a_loss_are_not_all_listed() -> None:
     with pytest.raises(InterfaceError, match=re.escape("of samples 0, 1, 2, 3, 4, 5, 6, 7, ... (100 in all) is nan")):
-        check_loss((some(NAN), {}), range(100))
+        read_losses([check_loss((some(NAN), {}), range(100))[1]])
 
 
 @pytest.mark.parametrize(

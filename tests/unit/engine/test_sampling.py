@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.engine.generate import sampling
 from realhf.engine.generate.sampling import Truncation, draw, philox, replay, tempered_logprobs, uniform
@@ -308,3 +309,53 @@ def test_log_probabilities_are_in_float32_at_least():
     logits = logits_of(1.0, 4.0)[None]
     for temperature, expected in ((0, [0.2, 0.8]), (1, [0.2, 0.8]), (0.5, [1 / 17, 16 / 17]), (2.0, [1 / 3, 2 / 3])):
         assert tempered_logprobs(logits, temperature).exp()[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 300, 1187 * 128])
+def test_a_search_by_blocks_finds_the_same_tokens(vocab):
+    """Some tokens have no probability, whole blocks among them; the first and the last number are drawn too."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(64, vocab, generator=generator) * 3
+    logits[torch.rand(64, vocab, generator=generator) < 0.4] = -torch.inf
+    logits[:, -vocab // 3 :] = -torch.inf
+    logits[:, 0] = 0.0
+    uniforms = torch.rand(64, 1, generator=generator, dtype=torch.float64)
+    uniforms[0], uniforms[1] = 0.0, 1 - 2**-53
+    probabilities = logits.softmax(-1)
+    tokens, margins = sampling._find_in_blocks(probabilities, uniforms)
+    expected, expected_margins = sampling._find(probabilities, uniforms)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(margins, expected_margins, rtol=0, atol=1e-13)
+    assert (probabilities.gather(-1, tokens[:, None]) > 0).all()
+    assert sampling._find_in_blocks(probabilities[2:3], uniforms[2:3])[0] == expected[2], "a row alone"
+
+
+def test_a_search_by_blocks_of_no_distribution_stays_in_the_vocabulary():
+    tokens, _ = sampling._find_in_blocks(torch.full((1, 300), torch.nan), torch.tensor([[0.5]], dtype=torch.float64))
+    assert 0 <= int(tokens) < 300
+
+
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_p=0.9)])
+def test_a_gpu_scans_no_row_alone(truncation):
+    """torch's kernel for one row gives other bits from run to run. Nor is the whole vocabulary in float64, but in the
+    truncation by `top_p`."""
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            made = operator(*args, **(kwargs or {}))
+            if operator is torch.ops.aten.cumsum.default:
+                scanned.append(tuple(args[0].shape))
+            if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+                wide.append(made.numel())
+            return made
+
+    scanned: list[tuple[int, int]] = []
+    wide: list[int] = []
+    with Operators():
+        drawn = draw(
+            torch.empty(1, 1280, device="meta"), torch.empty(1, dtype=torch.float64, device="meta"), 1.0, truncation
+        )
+    assert drawn.tokens.shape == drawn.margins.shape == (1,)
+    assert scanned[-2:] == [(2, 10), (2, 128)]
+    assert all(rows == 2 for rows, _ in scanned)
+    assert (max(wide) < 1280) == truncation.keeps_all

@@ -1,4 +1,4 @@
-"""The planner's bytes of a training on a GPU against a trace of the engine's passes on `meta`, which counts each tensor.
+"""The planner's bytes of a training on a GPU against a trace of the engine on `meta`, which counts each tensor.
 
 Kernels of CUDA that have memory of their own beside tensors (cuBLAS, sorting) are not in the trace.
 """

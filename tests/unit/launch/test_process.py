@@ -29,6 +29,12 @@ from realhf.launch.process import (
 )
 from realhf.rundir.paths import RunDirectory
 
+GPU = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_GRAPH_REGISTER": "0",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+
 
 def spec(name: str) -> ProcessSpec:
     return ProcessSpec(name=name, argv=("true",))
@@ -42,8 +48,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment in which the user has said nothing, on a machine without our library of memory."""
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLIBC_TUNABLES", "LD_PRELOAD", "CUDA_DEVICE_MAX_CONNECTIONS")
-    for name in names:
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLIBC_TUNABLES", "LD_PRELOAD", *GPU, "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(process, "_aligned_memory", lambda: None)
 
@@ -109,7 +114,6 @@ def test_the_job_of_a_run_is_what_its_specification_says(directory: RunDirectory
 def test_the_processes_of_a_run(directory: RunDirectory) -> None:
     python, folder = (sys.executable, "-P", "-m"), str(directory.path)
     common = {"PYTHONUNBUFFERED": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    gpu = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     one, three = (
         {**common, "OMP_NUM_THREADS": "1"},
         {**common, "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"},
@@ -121,17 +125,17 @@ def test_the_processes_of_a_run(directory: RunDirectory) -> None:
             argv=(*python, "realhf.master", folder, "127.0.0.1"),
             env={**one, "CUDA_VISIBLE_DEVICES": ""},
         ),
-        ProcessSpec(name="worker-0", argv=(*python, "realhf.worker", folder), env=three | gpu),
-        ProcessSpec(name="worker-1", argv=(*python, "realhf.worker", folder), env=three | gpu),
+        ProcessSpec(name="worker-0", argv=(*python, "realhf.worker", folder), env=three | GPU),
+        ProcessSpec(name="worker-1", argv=(*python, "realhf.worker", folder), env=three | GPU),
     )
     directory.start.write_text("a1b2\n")
     master, worker = processes_of(directory, 1, 1, is_remote=True)
     assert master.argv == (*python, "realhf.master", folder)
     assert master.env == {**one, "CUDA_VISIBLE_DEVICES": "", "REALHF_START_ID": "a1b2"}
-    assert worker.env == {**one, **gpu, "REALHF_START_ID": "a1b2"}
+    assert worker.env == {**one, **GPU, "REALHF_START_ID": "a1b2"}
     [bench] = workers_of("realhf.profiling.job", directory, 1, 3, SEED="4")
     assert (bench.name, bench.argv) == ("worker-0", (*python, "realhf.profiling.job", folder))
-    assert bench.env == {**three, **gpu, "SEED": "4"}
+    assert bench.env == {**three, **GPU, "SEED": "4"}
     assert module_of(master) == ("realhf.master", folder)
     with pytest.raises(AssertionError, match="is no command of Python"):
         module_of(ProcessSpec(name="master", argv=("bash", "-P", "-m", "realhf.master")))
@@ -154,10 +158,17 @@ def test_what_the_user_has_set_stays_beside_what_is_added(monkeypatch: pytest.Mo
     }
 
 
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("value", ["8", ""])
 def test_what_the_user_has_set_for_gpus_stays(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
-    assert gpu_environment() == {"CUDA_DEVICE_MAX_CONNECTIONS": value}
+    assert gpu_environment() == GPU
+    for name in GPU:
+        with monkeypatch.context() as user:
+            user.setenv(name, value)
+            others = {other: GPU[other] for other in GPU if name != other}
+            assert gpu_environment() == (others if name == "PYTORCH_ALLOC_CONF" else others | {name: value})
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)  # which torch reads where the new name is not set
+    assert "PYTORCH_ALLOC_CONF" not in gpu_environment()
 
 
 @pytest.mark.parametrize(

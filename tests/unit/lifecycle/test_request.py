@@ -55,6 +55,13 @@ def test_python_code_gets_a_run_for_a_request() -> None:
     assert (spec.keep_best, spec.call_timeout_s) == (None, Deadlines.floor_s), "nobody asked for others"
 
 
+def test_a_kernel_to_leave_out_that_is_not_known_is_found_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = RunRequest(experiment=EXPERIMENT, plan=PlanRequest(devices=DevicesRequest(num_workers=1), plan=PLAN))
+    monkeypatch.setenv("REALHF_WITHOUT", "triton,flash")
+    with pytest.raises(UserError, match="REALHF_WITHOUT: flash is not known; choose from triton, flash-attn, varlen"):
+        new_run(request)
+
+
 def test_a_number_out_of_its_range_is_no_request() -> None:
     with pytest.raises(UserError, match=r"--max-restarts 0 is not from 1 to 1,000,000; give a number in that range"):
         RecoveryRequest(recover="auto", max_restarts=0)

@@ -13,6 +13,8 @@ from torch import Tensor
 from realhf.models.attention_kernels import Machine
 
 HOPPER = Machine(device="cuda", compute_capability=(9, 0))
+WITH_TRITON = Machine(device="cuda", compute_capability=(9, 0), triton=(3, 8))
+IN_INTERPRETER = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs Triton's kernels on the device")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int], *, causal: bool) -> Tensor:

@@ -20,13 +20,9 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.waiting import HOST_WAITS, StreamWaits, Waits
 from realhf.realloc.execute.carriers import Message, TorchCarrier, post, wait_for
-from realhf.transport.messages import BatchKey, KeyMetadata, Receive, Send
-from realhf.worker.mailbox import Mailbox
-from realhf.worker.store import SampleStore
 from tests.waiting import wait_until
 
 LAYOUT = Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2))
-BATCH = BatchKey("train", 0)
 TIMEOUT_S = 7.0
 
 
@@ -80,22 +76,10 @@ def reallocation(waits: Waits) -> None:
     wait_for(post(TorchCarrier(waits=waits), messages, label), label, TIMEOUT_S)
 
 
-def samples(waits: Waits) -> None:
-    store = SampleStore()
-    store.put(BATCH, "own", (0,), [torch.zeros(3)])
-    mailbox = Mailbox(store, torch.device("cpu"), TIMEOUT_S, waits=waits)
-    metadata = KeyMetadata(dtype="int64", trailing=(), ids=(0,), lengths=(3,))
-    mailbox.post(BATCH, [Send(peer=1, key="own", ids=(0,))], [Receive(peer=1, key="seq", metadata=metadata)])
-    mailbox.collect(BATCH, ["seq"])
-    mailbox.free(BATCH)
-    mailbox.close()
-
-
 NAMED = {
     pipeline: r"rank 0 \(pipeline stage 0\) waited for a message from rank 1",
     ring: "generate: rank 0 waited for the tokens of decode step 3 from rank 1",
     reallocation: r"reallocation of actor, bucket 1 of 2: rank 0 waited in vain for rank 1 to send model.norm.weight",
-    samples: "data transfer: waited for seq of .* from worker 1",
 }
 
 

@@ -1,8 +1,10 @@
 """Clusters by name and from files; each mistake is named with its field."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -19,12 +21,14 @@ from realhf.planning.clusters import (
     parse_cluster,
     with_memory,
 )
-from realhf.planning.here import cpu_hardware, divided
+from realhf.planning.here import cpu_hardware, divided, hardware_here
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.request import DevicesRequest, PlannedHardware
+from tests.unit.machine.nvml import A100, stand_in
 
 H100 = Cluster(num_nodes=16, devices_per_node=8, hardware=load_hardware("h100"))
+MIG = f"{A100.name} MIG 3g.20gb"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, *, gpus: int = 0, hardware: Any = N
     """So many GPUs of this hardware, or 6 cores."""
     monkeypatch.setattr(clusters, "visible_gpus", lambda: range(gpus))
     monkeypatch.setattr(clusters, "read_host", lambda: Host(cores=6, memory_bytes=2**36))
-    monkeypatch.setattr(clusters, "gpus_here", lambda: hardware)
+    monkeypatch.setattr(clusters, "gpus_here", lambda kind=None: hardware if kind is None else None)
     monkeypatch.setattr(clusters, "hardware_here", lambda: hardware or load_hardware("cpu"))
 
 
@@ -190,13 +194,33 @@ def test_the_hardware_that_is_given_is_checked_as_such(monkeypatch: pytest.Monke
     assert asked == [("h100", True)]
 
 
-def test_hardware_by_its_name() -> None:
+def test_hardware_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As the GPUs here are, where they have it; else by its description."""
-    mine = structs.replace(H100.hardware, device_memory_bytes=5)
-    for name, found in (("h100", mine), ("cpu", load_hardware("cpu"))):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clusters, "gpus_here", lambda: mine)
-            assert cluster_of(DevicesRequest(hardware=name, num_workers=1)).hardware == found
+    stand_in(monkeypatch, tmp_path, [A100])
+    for name, found in (
+        ("nvidia-a100-sxm4-40gb", hardware_here()),
+        ("cpu", load_hardware("cpu")),
+        ("h100", H100.hardware),
+    ):
+        assert cluster_of(DevicesRequest(hardware=name, num_workers=1)).hardware == found
+
+
+@pytest.mark.parametrize("device_names", [(MIG,), ()])
+def test_a_description_stands_for_a_device_that_cannot_be_described(
+    device_names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A MIG instance tells neither its cores nor its memory bus."""
+    stand_in(monkeypatch, tmp_path, [replace(A100, mig_mode=True, instances=(("MIG-0", MIG, 20_096),))])
+    with pytest.raises(UserError, match=f"{MIG}: no description is of it, .* give it with --hardware FILE.yaml"):
+        cluster_of(DevicesRequest(place="here"))
+    slice_of_one = structs.replace(
+        load_hardware("a100-80g"), name="slice", device_names=device_names, device_memory_bytes=18 * 2**30
+    )
+    file = tmp_path / "slice.yaml"
+    file.write_bytes(msgspec.yaml.encode(slice_of_one))
+    for place in ("here", "nodes", None):
+        request = DevicesRequest(hardware=str(file), gpus_per_node=1, place=place)  # type: ignore[arg-type]
+        assert cluster_of(request).hardware == slice_of_one
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,13 @@ WHOLE = ParallelStrategy(2, 2, 2)
         (TRAIN_STEP, ParallelStrategy(), False, set()),
         (TRAIN_STEP, ParallelStrategy(dp=2), False, {"data", "model"}),
         (TRAIN_STEP, ParallelStrategy(tp=2), True, {"tensor", "model"}),
-        (TRAIN_STEP, ParallelStrategy(pp=2), False, {"stages", "model", "tied"}),
-        (TRAIN_STEP, WHOLE, False, {"tensor", "stages", "data", "model", "tied"}),
-        (INFERENCE, WHOLE, False, {"tensor", "stages"}),
-        (GENERATE, WHOLE, False, {"tensor", "stages"}),
-        (INFERENCE, WHOLE, True, {"tensor", "stages", "data"}),
+        (TRAIN_STEP, ParallelStrategy(pp=2), False, {"next", "model", "tied"}),
+        (TRAIN_STEP, WHOLE, False, {"tensor", "next", "data", "model", "tied"}),
+        (INFERENCE, WHOLE, False, {"tensor", "next"}),
+        (GENERATE, WHOLE, False, {"tensor", "next"}),
+        (INFERENCE, WHOLE, True, {"tensor", "next", "data"}),
+        (INFERENCE, ParallelStrategy(pp=3), False, {"next", "previous"}),
+        (TRAIN_STEP, ParallelStrategy(pp=4), False, {"next", "previous", "model", "tied"}),
         (INFERENCE, ParallelStrategy(dp=2), False, set()),
         (GENERATE, ParallelStrategy(dp=2), True, {"data"}),
     ],
@@ -44,7 +46,8 @@ def test_axes_along_which_a_call_communicates(
         # Ranks of a tensor-parallel group are neighbours, then come data-parallel ranks, then stages.
         (ParallelStrategy(4, 2, 3), "tensor", ((1, 2),), 1),
         (ParallelStrategy(4, 2, 3), "data", ((2, 4),), 5),
-        (ParallelStrategy(4, 2, 3), "stages", ((8, 3),), 13),
+        (ParallelStrategy(4, 2, 3), "next", ((8, 3),), 13),
+        (ParallelStrategy(4, 2, 3), "previous", ((8, 3),), 13),
         (ParallelStrategy(4, 2, 3), "tied", ((16, 2),), 5),
         (ParallelStrategy(4, 2, 3), "model", ((1, 24),), 13),
         (ParallelStrategy(4, 1, 3), "data", ((1, 4),), 1),
@@ -64,11 +67,11 @@ def test_keys_are_the_digits_of_a_rank_that_differ(
 ) -> None:
     """On a mesh that begins at device 37; what counts of that is what is left beside whole periods of the largest."""
     key = group_key(Layout(DeviceMesh(37, strategy.size), strategy), axis)
-    assert key == (axis == "stages", digits, first)
+    assert key == (axis if axis in ("next", "previous") else "", digits, first)
 
 
 def key(number: int) -> Key:
-    return False, ((1, 2),), number
+    return "", ((1, 2),), number
 
 
 def test_equal_keys_have_equal_labels() -> None:

@@ -34,8 +34,10 @@ def ranks(layout: Layout, axis: str, device: int) -> tuple[int, ...]:
             found = layout.tensor_group(dp, pp)
         case "data":
             found = layout.data_group(tp, pp)
-        case "stages":
-            found = stages
+        case "next":
+            found = sorted([device, stages[(pp + 1) % len(stages)]])
+        case "previous":
+            found = sorted([device, stages[pp - 1]])
         case "tied":
             found = [stages[0], stages[-1]]
         case _:
@@ -51,19 +53,20 @@ def layouts_of(cluster: Cluster) -> list[Layout]:
 
 def test_equal_keys_are_equal_groups() -> None:
     """On three nodes of four devices, for any two layouts, axes and devices that both have."""
-    axes = ("tensor", "data", "stages", "tied", "model")
+    axes = ("tensor", "data", "next", "previous", "tied", "model")
     seen: dict[tuple[object, int], tuple[int, ...]] = {}
-    keys: dict[tuple[bool, int, tuple[int, ...]], set[object]] = {}
+    keys: dict[tuple[int, tuple[int, ...]], set[object]] = {}
     for layout, axis in product(layouts_of(cpu_cluster(4, num_nodes=3)), axes):
         found = {device: ranks(layout, axis, device) for device in layout.mesh.devices}
-        if max(map(len, found.values())) < 2 or (layout.strategy.pp == 1 and axis == "tied"):
+        if max(map(len, found.values())) < 2 or (layout.strategy.pp == 1 and axis in ("tied", "next", "previous")):
             continue
         key = group_key(layout, axis)  # type: ignore[arg-type]
         for device, group in found.items():
             if group:
                 assert seen.setdefault((key, device), group) == group
-                if axis != "tied":  # which may count twice, where the number of nodes is no power of two
-                    keys.setdefault((axis == "stages", device, group), set()).add(key)
+                # `tied` may count twice, where the number of nodes is no power of two; pairs in rings of two lengths.
+                if axis in ("tensor", "data", "model"):
+                    keys.setdefault((device, group), set()).add(key)
     assert not [(of, found) for of, found in keys.items() if len(found) > 1]  # and equal groups have equal keys
 
 
@@ -74,9 +77,9 @@ def test_only_groups_that_a_run_makes_are_counted(kind: str, strategy: ParallelS
     definition = call("actor", TIED, kind, "prompts", "seq")  # type: ignore[arg-type]
     axes = set(axes_used(definition, strategy, gathers_parameters=False))
     trains = {"data", "model"} | ({"tied"} if strategy.pp > 1 else set())
-    assert axes == {"tensor"} | ({"stages"} if strategy.pp > 1 else set()) | (trains if kind == TRAIN_STEP else set())
+    assert axes == {"tensor"} | ({"next"} if strategy.pp > 1 else set()) | (trains if kind == TRAIN_STEP else set())
     made = set(_collective_groups(layout))
-    assert {ranks(layout, axis, device) for axis in axes - {"stages"} for device in layout.mesh.devices} <= made | {()}
+    assert {ranks(layout, axis, device) for axis in axes - {"next"} for device in layout.mesh.devices} <= made | {()}
     # Tensor and data of two stages, all devices, and the stages; with two stages, first and last are those of `tied`.
     labels = CommunicatorLabels([0]).of([group_key(layout, axis) for axis in axes])
     assert len(labels) == 1 + len(axes)
@@ -96,7 +99,8 @@ def counted(plan: ExecutionPlan, graph: DataflowGraph, device: int) -> int:
         trains = definition.trains
         return {
             "tensor": s.tp > 1,
-            "stages": s.pp > 1,
+            "next": s.pp > 1,
+            "previous": s.pp > 2,
             "data": trains and s.dp > 1,
             "model": trains and s.size > 1,
             "tied": trains and s.pp > 1 and definition.config.tied_embeddings,
@@ -109,8 +113,12 @@ def counted(plan: ExecutionPlan, graph: DataflowGraph, device: int) -> int:
             found |= {"world", "data between calls"}
             for axis, is_needed in needed(definition, layout.strategy).items():
                 if is_needed:
-                    # Between the ends of a pipeline `tied` is counted, though such a device has none.
-                    found.add((axis == "stages", ranks(layout, axis, device) or ("tied", layout)))
+                    # Between the ends of a pipeline `tied` is counted, though such a device has none. Pairs of two
+                    # layouts are one where these have the same stages.
+                    dp, tp, _ = layout.coordinates(device)
+                    group = ranks(layout, axis, device) or ("tied", layout)
+                    is_pair = axis in ("next", "previous")
+                    found.add((axis, tuple(layout.pipeline_group(dp, tp))) if is_pair else group)
     if found and any(plan.layout(n) != plan.layout(plan.home(graph, c.model_name)) for n, c in graph.calls.items()):
         found.add("moves")
     return len(found)

@@ -123,7 +123,7 @@ LEAST = Hardware(
 
 
 def test_what_a_description_leaves_out() -> None:
-    """A GPU of an H100's size whose kernels keep the order of weights, on PCIe 4 with 16 lanes; all else is free, or not known."""
+    """A GPU of an H100's size; its kernels keep the order of weights, PCIe 4 has 16 lanes; all else is free or not known."""
     assert LEAST.is_gpu
     assert not LEAST.packs_weights
     assert (LEAST.host_bandwidth, LEAST.multiprocessors) == (24e9, 132)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.architecture.compute import ModeRules
 from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfaceType
@@ -190,12 +191,17 @@ def test_gradients_of_a_tied_embedding_are_summed_over_its_two_copies(pp: int, t
 
 
 def test_states_in_host_memory_come_and_go() -> None:
-    """Two states of 4 bytes, there and back at 1,000 bytes a second."""
+    """Two states of 4 bytes, there and back at 500 bytes a second: a chunk's one after the other, and of more chunks
+    half of each is hidden, except for the coming of the first and the going of the last."""
     links = structs.replace(HARDWARE, host_bandwidth=500.0)
     timings = Priced(links=links)
     stay, come = (rank(TRAIN_STEP, CROSSES[0], timings=timings, offloads_states=away) for away in (False, True))
     assert stay._optimizer_s(100) == price("optimizer", 100)
     assert come._optimizer_s(100) == pytest.approx(price("optimizer", 100) + 2 * 100 * 8 / 500)
+    for chunks, share in ((1, 1.0), (2, 3 / 4), (9, 5 / 9)):
+        updated = chunks * OPTIMIZER_ELEMENTS
+        alone = price("optimizer", updated) + 2 * updated * 8 / 500
+        assert come._optimizer_s(updated) == pytest.approx(share * alone)
 
 
 @pytest.mark.parametrize("crosses", CROSSES)
@@ -277,6 +283,7 @@ def test_a_stage_of_a_decode_step_receives_and_perhaps_sends(blocking: bool, mes
         ({"cuda_graphs": True}, "call", False, 2 * 1),  # two parts in flight, a graph of 4 rows each
         ({"cuda_graphs": True}, "call", True, 2 * 3),  # of 4, 2 and 1 rows
         ({"cuda_graphs": True}, "kept", False, 0),
+        ({"cuda_graphs": True, "fully_sharded": True}, "kept", False, 2 * 1),  # they go with the gathered parameters
         ({"cuda_graphs": True}, "off", False, 0),
         ({"cuda_graphs": False}, "call", False, 0),
     ],
@@ -284,15 +291,18 @@ def test_a_stage_of_a_decode_step_receives_and_perhaps_sends(blocking: bool, mes
 def test_graphs_of_one_call_are_recorded(
     features: dict[str, bool], graphs: Any, responses: bool, recorded: int
 ) -> None:
-    """Each runs and is recorded: the kernels of 3 layers, those of the first stage, are launched twice."""
+    """The first step of each is no graph, and the second is recorded: 3 layers, those of the first stage."""
     lengths = replace(LENGTHS, decode_graphs=graphs, responses=LengthDistribution.of([5]) if responses else None)
     work = work_of(call("m", FIVE, GENERATE, "x"), STRATEGY, 3, lengths, features=ENGINE)
     seconds = RankSeconds(work, Priced(), CROSSES[0])  # type: ignore[arg-type]
     seconds.features = replace(ENGINE, **features)
     even = RankSeconds(work_of(call("m", TINY, GENERATE, "x"), STRATEGY, 3, lengths), Priced(), CROSSES[0])  # type: ignore[arg-type]
     even.features = seconds.features
-    assert even._recording_s == recorded * 2 * 2 * 0.0625
-    assert seconds._recording_s == recorded * 2 * 3 * 0.0625
+    # Of 4 steps with 3 numbers of rows, one can come up for the second time in each part.
+    again = min(recorded, 2 * 1)
+    launch_s, replayed_s = HARDWARE.decode_launch_s, HARDWARE.decode_graph_launch_s
+    assert even._recording_s == pytest.approx(2 * (recorded * (launch_s - replayed_s) + again * launch_s))
+    assert seconds._recording_s == pytest.approx(3 * (recorded * (launch_s - replayed_s) + again * launch_s))
     none = RankSeconds(work, Priced(), CROSSES[0])  # type: ignore[arg-type]
     none.features = replace(ENGINE, cuda_graphs=False)
     assert seconds.generate_s() - none.generate_s() == pytest.approx(seconds._recording_s)

@@ -1,10 +1,13 @@
 """Checksums beside sums of Python's integers, and the changes that they must notice."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.realloc.execute.checksum import bit_sum, bit_sums
 
@@ -92,6 +95,26 @@ def test_checksum_of_more_than_one_chunk_is_that_of_the_whole() -> None:
     part = tensor[: 3 * 2**18]
     assert checksum(part.view(3, 2**18)) == checksum(part.view(2**9, -1)) == checksum(part)
     assert checksum(part.view(torch.float64)) == checksum(part)
+
+
+def test_a_gpu_sums_up_chunks_that_take_longer_than_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the sum is the same for chunks of any size. `meta` takes the way of a GPU."""
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if operator is torch.ops.aten.sum.default:
+                summed.append(args[0].numel())
+            return operator(*args, **(kwargs or {}))
+
+    summed: list[int] = []
+    with Sums():
+        bit_sum(torch.empty(3, 2**21, dtype=torch.bfloat16, device="meta"))
+    assert summed == [2**21] * 3
+    tensor = random_tensor(torch.float32, 40, 30)
+    whole = checksum(tensor)
+    for size in (7, 64, 2**20):
+        monkeypatch.setattr("realhf.realloc.execute.checksum._CHUNK", size)
+        assert checksum(tensor) == whole
 
 
 def test_sums_of_several_tensors() -> None:
