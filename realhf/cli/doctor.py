@@ -155,7 +155,8 @@ def _mode_problem(folder: Path) -> str:
 
 
 def _lock_problem(folder: Path) -> str:
-    """torch's FileStore, through which workers meet, locks its file with flock."""
+    """Only one launcher and one master may have a run (`RunDirectory.lock`); the workers of a profile meet in a file
+    (torch's FileStore)."""
     path = folder / "lock"
     with path.open("w") as first, path.open("w") as second:
         try:

@@ -25,15 +25,14 @@ def test_it_waits_for_the_first_answer_and_for_later_ones(
     master_timeout_s: float, first_s: float, later_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched: list[Silence] = []
-    client = SimpleNamespace(watch=watched.append)
+    client = SimpleNamespace(watch=watched.append, send=None)
     for name in ("load_worker_keys", "check_start", "wait_for_master"):
         monkeypatch.setattr(worker_main, name, lambda *_, **__: SimpleNamespace(master="key", address="tcp://h:1"))
     monkeypatch.setattr(worker_main, "Client", lambda *_, **__: client)
     run: Any = SimpleNamespace(spec=SimpleNamespace(setup_timeout_s=1.0, master_timeout_s=master_timeout_s))
     directory: Any = SimpleNamespace(keys=tmp_path, rendezvous=tmp_path)
-    assert (
-        worker_main._connected(directory, run, 0, ActivityWriter(tmp_path / "activity"), queue.SimpleQueue()) is client
-    )
+    activity = ActivityWriter(tmp_path / "activity")
+    assert worker_main._connected(directory, run, 0, activity, queue.SimpleQueue())[0] is client
     assert [(silence.first_s, silence.later_s) for silence in watched] == [(first_s, later_s)]
 
 
