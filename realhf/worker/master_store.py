@@ -40,7 +40,7 @@ class MasterStore(dist.Store):
             self._answers[reply.request_id].put(reply)
 
     def _ask(self, request: OnStore, timeout: timedelta | None = None) -> StoreReply:
-        timeout_s = (timeout or self.timeout).total_seconds()
+        timeout_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]  # torch types it not
         answer = self._answers[request.request_id] = queue.SimpleQueue()
         try:
             self._send(request)
