@@ -203,7 +203,7 @@ PPO = Models(job="experiments/ppo.py", words=("--mini-batches", "8"))
 RECOMPUTING = _of_training("recomputation", ODD, "2x512", 0.135)
 IN_PARTS = _of_training("sequence parallelism", EVEN, "1x512", 0.064)
 SIMULATED = (
-    Setting(feature="offload", models=PPO, words="--batch-size 512", cluster="h100-1x4",
+    Setting(feature="offload", models=PPO, words="--batch-size 768", cluster="h100-1x4",
             architectures=("llama3-7b", "llama3-7b")),
     Setting(feature="offload", models=PPO, words="--batch-size 512", cluster="h100-1x8",
             architectures=("llama3-13b", "llama3-7b")),
