@@ -34,7 +34,6 @@ HELD_OUT, TRAINING, STEPS = 500, 4000, 40
 MAX_NEW_TOKENS = "16"
 END = "<|im_end|>"
 SHOWN = 6
-PROFILE = ("--repetitions", "3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     run, evaluation = root / "grpo", root / "evaluation"
     # Once per machine: the plan then counts with what layers and decode steps of this model take here.
-    realhf("profile", "grpo", "--model", str(model), "--data", str(train), *SUMS.words, *PROFILE, *workers)
+    asked = ("--model", str(model), "--data", str(train), *SUMS.words, "--repetitions", "3")
+    realhf("profile", "grpo", *asked, *workers)
     realhf(*training_words(SUMS, model, train, run, steps=arguments.steps, seed=arguments.seed), *workers)
     realhf(*evaluation_words(SUMS, [model, run], held_out, evaluation), *workers)
     print_result(run, evaluation, time.monotonic() - started)

@@ -9,6 +9,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_profiles_of_the_checkout(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans count with the descriptions, whatever was measured in the checkout (`realhf profile`, `make real`)."""
+def _no_profiles(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count with the descriptions, whatever was measured in the checkout (`realhf profile`, `make real`), or by
+    other tests of this process."""
     monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("XDG_DATA_HOME", str(elsewhere / "data"))
