@@ -10,6 +10,7 @@ from realhf.api.backends import NATIVE
 from realhf.api.computation import check_given
 from realhf.api.experiment import KeyLengths, ModelSetup
 from realhf.api.resolved import ResolvedExperiment
+from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
@@ -209,14 +210,13 @@ def _least_stale(results: Sequence[SearchResult]) -> SearchResult:
 def check_cache_room(plan: ExecutionPlan, task: PlanningTask) -> None:
     """Raises UserError where a generate call was given less room for keys and values than one sequence needs."""
     for name, call in plan.calls.items():
-        lengths, model = task.workload.of(name), task.graph.model_calls[name]
-        page = task.costs.features_of(model.model_name).page_tokens(model.config, task.dtype)
-        least = call.pp * math.ceil(lengths.max_tokens / page) * page
+        lengths = task.workload.of(name)
+        least = call.pp * math.ceil(lengths.max_tokens / PAGE_TOKENS) * PAGE_TOKENS
         if lengths.kv_cache_tokens is not None and lengths.kv_cache_tokens < least:
             raise UserError(
                 f"{name}: kv_cache_tokens={lengths.kv_cache_tokens} is not room for one sequence of "
-                f"{lengths.max_tokens} tokens, in pages of {page}, in each of pp={call.pp} parts of the batch; set it "
-                f"to at least {least}, or leave it out"
+                f"{lengths.max_tokens} tokens, in pages of {PAGE_TOKENS}, in each of pp={call.pp} parts of the batch; "
+                f"set it to at least {least}, or leave it out"
             )
 
 

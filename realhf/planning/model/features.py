@@ -8,7 +8,7 @@ from realhf.api.computation import computation_of
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.chunks import LOGITS_BYTES
 from realhf.architecture.compute import Computation, ModeRules, Recomputation, Recomputed
-from realhf.architecture.decoding import PAGE_TOKENS, GraphLife, graphs_refusal
+from realhf.architecture.decoding import GraphLife, graphs_refusal
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
@@ -123,10 +123,6 @@ class EngineFeatures:
         if (way := compute.data_parallel) is not None:
             chosen |= {"fully_sharded": way == "fsdp", "modes": way if isinstance(way, tuple) else None}
         return replace(self, **chosen)
-
-    def page_tokens(self, model: DecoderConfig, dtype: DType) -> int:
-        """Tokens in a page of the KV cache, by the kernels that are taken where none is missing."""
-        return PAGE_TOKENS
 
     def replays(self, model: DecoderConfig, decode_graphs: GraphLife) -> bool:
         """Whether the decode steps of a call with this option are graphs."""

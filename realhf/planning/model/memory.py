@@ -115,11 +115,6 @@ class PlacedModel:
         is_packed = self.features.packs_weights and self.dtype != "float64"
         return linear_elements(self.model, self.strategy) * self.item if is_packed else 0
 
-    @property
-    def page_tokens(self) -> int:
-        """Tokens in a page of the KV cache."""
-        return self.features.page_tokens(self.model, self.dtype)
-
     def cache_bytes(self, tokens: float) -> float:
         """Keys and values of `tokens` tokens on the first stage: no other has more layers."""
         layers = len(stage_layers(self.model.num_layers, self.strategy.pp, 0))

@@ -10,6 +10,7 @@ import msgspec
 
 from realhf.architecture.chunks import PREFILL_TOKENS, RING_BYTES, SHORTEST_SHARED
 from realhf.architecture.compute import Recomputed
+from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.base.kept import kept
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
@@ -116,7 +117,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
     def cache_turns(self) -> float:
         """Room for keys and values that the sequences in flight need over the room that the call was given, at least 1:
         with 1 / turns of them at a time, there are turns times as many decode steps."""
-        given, page, parts = self.lengths.kv_cache_tokens, self.placed.page_tokens, self.parts_in_flight
+        given, page, parts = self.lengths.kv_cache_tokens, PAGE_TOKENS, self.parts_in_flight
         if given is None:
             return 1.0
         return max(1.0, self._cache_tokens() / (parts * max(given // parts // page, 1) * page))
@@ -150,7 +151,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         Samples of a prompt share its full pages where no part waits for another one to end. What lies behind those
         pages is largest where the prompt ends a place before the end of a page.
         """
-        lengths, page = self.lengths, self.placed.page_tokens
+        lengths, page = self.lengths, PAGE_TOKENS
         per_part = math.ceil(self.samples / self.parts)
         sharing = self.sharing if self.parts == self.parts_in_flight else 1
         prompts = {lengths.max_prompt_tokens}
@@ -236,7 +237,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         """The KV cache of the sequences in flight, and for each part the page that padding of graphs is written to."""
         placed = self.placed
         replays = placed.features.replays(placed.model, self.lengths.decode_graphs)
-        spare = self.parts_in_flight * placed.page_tokens if replays else 0
+        spare = self.parts_in_flight * PAGE_TOKENS if replays else 0
         return placed.cache_bytes(self._cache_tokens() / self.cache_turns + spare)
 
     def _passes_bytes(self) -> float:

@@ -9,6 +9,7 @@ from benchmarks.lib.peak_memory import PeakMemory
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import Computation, Recomputation
+from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
@@ -21,7 +22,6 @@ from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from realhf.planning.model.activations import InFlight, kept_bytes
-from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import HOLES, WORKER_BYTES, RankWork
@@ -58,7 +58,7 @@ def test_the_cache(new_tokens: int, samples_per_prompt: int, micro_batches: int)
         placed=placed,
         micro_batches=micro_batches,
     )
-    spare = placed.cache_bytes(placed.page_tokens)  # that graphs have
+    spare = placed.cache_bytes(PAGE_TOKENS)  # that graphs have
     assert report.cache_bytes == work.kept_cache_bytes() - spare
     if samples_per_prompt > 1 and micro_batches == 1:
         own = (3 if new_tokens == 13 else 2) - 1
@@ -73,13 +73,11 @@ def test_pages_are_those_of_the_kernel_that_is_taken(
     monkeypatch: pytest.MonkeyPatch, flash_attn: tuple[int, ...] | None, dtype: DType, head_dim: int
 ) -> None:
     """Of the same size for all kernels where no package is missing, and without flash-attn too."""
-    config = tiny(hidden_size=4 * head_dim)
-    on_gpu, on_cpu = (ENGINE.on(load_hardware(name)) for name in ("h100", "cpu"))
     like = torch.empty(0, dtype=getattr(torch, dtype))
-    assert on_cpu.page_tokens(config, dtype) == paged_kernels(like, head_dim).page
+    assert paged_kernels(like, head_dim).page == PAGE_TOKENS
     machine = replace(flash.WITH_TRITON, flash_attn=flash_attn)
     monkeypatch.setattr(paged_attention, "machine", lambda device: machine)
-    assert on_gpu.page_tokens(config, dtype) == paged_kernels(like, head_dim).page
+    assert paged_kernels(like, head_dim).page == PAGE_TOKENS
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"mlp": "plain", "qkv_bias": True}], ids=str)

@@ -104,11 +104,6 @@ def test_parameters_are_divided_by_what_is_sharded(features: EngineFeatures, div
     assert features.divides_parameters is divides
 
 
-def test_pages_of_the_cache() -> None:
-    for features in (ON_GPUS, ENGINE):
-        assert features.page_tokens(TINY, "bfloat16") == features.page_tokens(TINY, "float32") == 16
-
-
 EXPERTS = replace(TINY, experts=Experts(count=4, per_token=2))
 
 

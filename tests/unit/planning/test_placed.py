@@ -12,7 +12,7 @@ from realhf.architecture.compute import ModeRules
 from realhf.architecture.model import DType
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.model.features import ENGINE, EngineFeatures
+from realhf.planning.model.features import ENGINE
 from realhf.planning.model.memory import PlacedModel
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 from tests.unit.planning.graphs import TINY
@@ -139,4 +139,3 @@ def test_the_cache_of_the_stage_with_the_most_layers() -> None:
     five = replace(TINY, num_layers=5)
     for strategy, layers in ((ONE, 5), (ParallelStrategy(tp=2, pp=2), 3 / 2), (ParallelStrategy(pp=5), 1)):
         assert PlacedModel(five, strategy, "bfloat16").cache_bytes(7) == 7 * layers * 2 * 64 * 2
-    assert PlacedModel(five, ONE, "bfloat16", EngineFeatures(on_gpus=True)).page_tokens == 16
