@@ -24,8 +24,8 @@ from realhf.models.checkpoint_index import (
     read_index,
     staging_directory,
 )
+from realhf.models.host_copies import copies_on_host
 from realhf.models.safetensors_file import write_safetensors
-from realhf.models.staging import copies_on_host
 
 TORCH_DTYPE = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from realhf.models.staging import copies_on_host, through
+from realhf.models.host_copies import copies_on_host, through
 
 
 class Device:
