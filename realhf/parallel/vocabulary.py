@@ -14,18 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.architecture.chunks import LOGITS_BYTES
+from realhf.architecture.chunks import GPU_LOGITS_BYTES, LOGITS_BYTES, logits_tile
 from realhf.cpu import fused
 from realhf.parallel.collectives import gathered
 from realhf.parallel.gradients import before_use, gradient_sink
 from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
-
-# The size of a tile's logits on a GPU, in the precision of the softmax: its kernels need far more rows and columns at
-# once than a CPU's.
-GPU_CHUNK_BYTES = 512 << 20
-# Products with fewer rows in a tile are not efficient.
-_FEWEST_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ class Logits:
 
     def softmax(self, temperature: float, *, with_entropy: bool = False) -> "Softmax":
         """The settings of the tiles."""
-        chunk_bytes = self.chunk_bytes or (LOGITS_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES)
+        chunk_bytes = self.chunk_bytes or (LOGITS_BYTES if self.device.type == "cpu" else GPU_LOGITS_BYTES)
         return Softmax(temperature, self.group, chunk_bytes, with_entropy)
 
     @property
@@ -166,13 +160,8 @@ class Softmax:
     with_entropy: bool
 
     def tiles(self, rows: int, vocab: int, item: int) -> tuple[list[slice], list[slice]]:
-        """(parts of the vocabulary, parts of the rows); each pair is a tile.
-
-        A tile has the whole vocabulary if it still has enough rows then: each tile reads its weight once.
-        """
-        tile_rows = min(rows, max(self.chunk_bytes // (vocab * item), _FEWEST_ROWS))
-        tile_vocab = min(vocab, max(1, self.chunk_bytes // (max(1, tile_rows) * item)))
-        tile_rows = max(1, min(tile_rows, self.chunk_bytes // (tile_vocab * item)))
+        """(parts of the vocabulary, parts of the rows); each pair is a tile."""
+        tile_rows, tile_vocab = logits_tile(rows, vocab, item, self.chunk_bytes)
         return _slices(vocab, tile_vocab), _slices(rows, tile_rows)
 
     def scaled(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -329,6 +318,8 @@ class Gradients(ABC):
                     if len(in_rows) > 1:
                         product = product.to(self.logsumexp.dtype)  # rows add up in float32 at least too
                     of_columns = product if of_columns is None else of_columns.add_(product)
+                    del product
+                del grad  # gone before the next tile takes its memory
             if of_columns is not None:
                 yield columns, of_columns
 
