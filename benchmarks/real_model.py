@@ -2,11 +2,12 @@
 
 The recipe of `make real`: SmolLM2-135M-Instruct (its 4-bit weights, GGUF Q4_1), 256 responses of at most 16 tokens to
 32 questions a step, the last number right, bfloat16. Both sides get the same questions in the same order, the same
-learning rates and two threads: ours two workers with a thread each, TRL one process (`benchmarks/lib/trl_real.py` says
-how it is set). Sides take turns; a turn is a run with a seed of its own, whose first step is not timed, and a ratio is
-the median over the turns of the ratios of the medians of their steps. All responses are trained on, as TRL does;
-beside it stands the recipe itself, which leaves out groups whose answers are all right or all wrong. A reward is the
-mean over the last steps and all turns.
+learning rates and two threads: ours two workers with a thread each, which divide the samples (the plan that the search
+finds, given here, so that no planning is measured), TRL one process (`benchmarks/lib/trl_real.py` says how it is set).
+Sides take turns; a turn is a run with a seed of its own, whose first step is not timed, and a ratio is the median over
+the turns of the ratios of the medians of their steps. All responses are trained on, as TRL does; beside it stands the
+recipe itself, which leaves out groups whose answers are all right or all wrong. A reward is the mean over the last
+steps and all turns.
 
 TRL 1.16 needs an environment of its own:
 
@@ -30,12 +31,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from lib.common import ROOT, argument_parser, case, finish, realhf
 from lib.pages import RUNS
 from lib.papers.svg import Lines
 from platformdirs import user_cache_path
 
+from realhf.base.files import write_atomically
 from realhf.data.rows import rows_of
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.engine.train.optimizer import learning_rate
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.paths import RunDirectory
@@ -47,6 +51,9 @@ from real_job import SUMS, fetched_model, training_words, write_questions
 
 MEASURES = (
     *RUNS,
+    ":!realhf/planning",
+    ":!realhf/profiling",
+    ":!csrc/search",
     "realhf/algorithms/grpo",
     "realhf/algorithms/script",
     "realhf/gguf",
@@ -57,6 +64,8 @@ TRL = Path(__file__).parent / "lib" / "trl_real.py"
 TRL_VERSION = "1.16"
 THREADS = 2
 MICRO_BATCH = 32
+CALLS = ("actor_generate", "actor_train_step")
+PLAN = ExecutionPlan(num_devices=THREADS, calls={name: CallPlan(devices=(0, THREADS), dp=THREADS) for name in CALLS})
 TARGET = 3.0
 LAST_STEPS = 5
 QUICK = ("--batch-size", "8", "--actor.warmup-steps", "1")
@@ -121,7 +130,9 @@ def made_turns(folder: Path, trl: str, arguments: argparse.Namespace) -> Iterato
 
 
 def our_run(words: Sequence[str], run_dir: Path) -> Run:
-    realhf(*words, "--num-workers", str(THREADS), threads=1)
+    plan = run_dir.with_suffix(".plan.json")
+    write_atomically(plan, msgspec.json.encode(PLAN))
+    realhf(*words, "--num-workers", str(THREADS), "--plan", str(plan), threads=1)
     steps = read_lines(run_dir / "metrics.jsonl", step_line).values
     ends = [max(call["end"] for call in step["calls"].values()) for step in steps]
     return Run([after - before for before, after in pairwise(ends)], [step["reward_total"] for step in steps])
