@@ -169,8 +169,14 @@ def gpu_environment() -> dict[str, str]:
       may be large enough for the next vector.
     - NCCL registers the memory of collectives in graphs, which it cannot in such segments: an illegal access follows
       (Megatron-LM asks for the same setting, `megatron/training/arguments.py`).
+    - Kernels are loaded at the start. To load one later, CUDA may wait until the device is idle, and so for a stream
+      that spins in a receive (CUDA Programming Guide, "Lazy Loading"). It costs memory of the device, and time once.
     """
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_GRAPH_REGISTER": "0"}
+    settings = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "NCCL_GRAPH_REGISTER": "0",
+    }
     if not any(name in os.environ for name in _ALLOCATOR):
         settings[_ALLOCATOR[0]] = "expandable_segments:True"
     return {name: os.environ.get(name, value) for name, value in settings.items()}
