@@ -173,7 +173,8 @@ def _mode_problem(folder: Path) -> str:
 
 
 def _lock_problem(folder: Path) -> str:
-    """torch's FileStore, through which workers meet, locks its file with flock."""
+    """Locks keep a second launcher or master out of a run (`RunDirectory.lock`). torch's FileStore, in which the
+    workers of a profile meet, needs them too."""
     path = folder / "lock"
     with path.open("w") as first, path.open("w") as second:
         try:

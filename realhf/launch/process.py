@@ -169,8 +169,17 @@ def gpu_environment() -> dict[str, str]:
       may be large enough for the next vector.
     - NCCL registers the memory of collectives in graphs, which it cannot in such segments: an illegal access follows
       (Megatron-LM asks for the same setting, `megatron/training/arguments.py`).
+    - Kernels are loaded at the start. To load one later, CUDA may wait until the device is idle, and so for a stream
+      that spins in a receive (CUDA Programming Guide, "Lazy Loading"). It costs memory of the device, and time once.
+    - NCCL's monitor does not look every second whether another rank asks for a dump of NCCL's records. It would do so
+      from a thread of C++ that needs the interpreter's lock, since the store is in Python.
     """
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_GRAPH_REGISTER": "0"}
+    settings = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "NCCL_GRAPH_REGISTER": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
     if not any(name in os.environ for name in _ALLOCATOR):
         settings[_ALLOCATOR[0]] = "expandable_segments:True"
     return {name: os.environ.get(name, value) for name, value in settings.items()}

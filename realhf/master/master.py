@@ -18,6 +18,7 @@ from realhf.dataflow.splits import Split, statistic_name
 from realhf.master.clocks import WorkerClocks
 from realhf.master.drift import DriftWatch, reported_calls
 from realhf.master.early_stop import EarlyStop, Verdict
+from realhf.master.key_value_store import KeyValueStore
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph, Sums, added_up, means
 from realhf.master.milestones import Milestones
 from realhf.master.records import Trace, log_step, step_metrics
@@ -46,6 +47,7 @@ from realhf.transport.messages import (
     Ready,
     Reply,
     Shutdown,
+    StoreRequest,
     ToMaster,
     ToWorker,
 )
@@ -84,6 +86,7 @@ class Master:
         self._ready: dict[int, str] = {}  # worker -> its device, for workers that are ready
         self._all_ready = asyncio.Event()
         self._saver = Saver(run, directory, self._dispatcher, start_id)
+        self._store = KeyValueStore(self._num_workers)
         self._state: RunState = "starting"
         self._ending: RunState = "done"
         self._end_request: EndRequest | None = None
@@ -391,6 +394,12 @@ class Master:
                     if sent_s is not None:
                         self._clocks.heard(worker, sent_s)
                     self._signs.heard(worker, activity=activity)
+                case StoreRequest():
+                    for waiting, answer in self._store.answers(worker, message):
+                        with contextlib.suppress(GoneError):
+                            await self._server.send(waiting, answer)
+                    await asyncio.sleep(0)  # gloo asks for each pair of ranks; other tasks get their turns in between
+                    continue  # and it is no progress to record
                 case Hello(host=host):
                     self._signs.heard(worker, host=host)
                     self._clocks.met(worker, host)

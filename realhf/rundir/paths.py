@@ -61,7 +61,7 @@ class RunDirectory:
     logs = _Below("logs")
     checkpoints = _Below("checkpoints")
     keys = _Below("keys")  # the run's CURVE keys (0700)
-    rendezvous = _Below("rendezvous")  # the master's address, torch's file store (0700)
+    rendezvous = _Below("rendezvous")  # the master's address; of a profile, torch's file store (0700)
     launcher = _Below("launcher")  # the launcher's own files, such as a batch script
     script = _Below("launcher/job.sbatch")  # the batch script of a SLURM job
     start = _Below("launcher/start")  # the id of the newest start (`realhf.rundir.starts`)
@@ -135,7 +135,7 @@ class RunDirectory:
                             "wait for its end or stop it"
                         ) from None
                     time.sleep(0.2)
-                except OSError as error:  # as of Lustre that is mounted without them; torch's FileStore needs them too
+                except OSError as error:  # as of Lustre that is mounted without them
                     raise UserError(
                         f"the file system of {self.path} has no locks (flock: {error.strerror}); give --run-dir on one "
                         "that has, such as NFS 4, or Lustre mounted with -o flock"

@@ -40,8 +40,8 @@ class Client(Generic[Incoming, Outgoing]):
 
     Every `heartbeat_s` the network thread calls `heartbeat`, which must be quick, and sends its result. That thread
     passes each message to `urgent` first, so that some are handled while the main thread computes; if `urgent` returns
-    True, `receive` does not return the message. A broken connection is restored automatically; messages that were
-    under way may be lost.
+    True, `receive` does not return the message. When that thread ends it calls `ended` with its error, or None after
+    `close`. A broken connection is restored automatically; messages that were under way may be lost.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Client(Generic[Incoming, Outgoing]):
         heartbeat: Callable[[], Outgoing],
         heartbeat_s: float = 1.0,
         urgent: Callable[[Incoming], bool] = lambda _: False,
+        ended: Callable[[BaseException | None], object] = lambda _: None,
     ) -> None:
         self.num_dropped = 0
         self.address = address
@@ -62,6 +63,7 @@ class Client(Generic[Incoming, Outgoing]):
         self._heartbeat = heartbeat
         self._heartbeat_s = heartbeat_s
         self._urgent = urgent
+        self._ended = ended
         self._silence: Silence | None = None
         self._clock = ListeningClock(heartbeat_s)
         self._heard_s: float | None = None
@@ -140,6 +142,7 @@ class Client(Generic[Incoming, Outgoing]):
             cause = error
         finally:
             self._inbox.put(_Ended(cause))
+            self._ended(cause)
 
     def _exchange(self) -> None:
         socket = self._socket

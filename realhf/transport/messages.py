@@ -188,7 +188,42 @@ class Shutdown(Message, frozen=True, kw_only=True):
     """Ends the worker's process."""
 
 
+class StoreReply(Message, frozen=True, kw_only=True):
+    """The answer to a `StoreRequest`: the value of a key, or a number. `error`: why it was refused."""
+
+    request_id: Count
+    value: bytes = b""
+    number: int = 0
+    error: str = ""
+
+
 # Worker to master.
+
+
+class StoreRequest(Message, frozen=True, kw_only=True):
+    """Base of the operations on the run's store, `realhf.master.key_value_store`."""
+
+    request_id: Count
+
+
+class SetKey(StoreRequest, frozen=True, kw_only=True):
+    key: str
+    value: bytes
+
+
+class AddToKey(StoreRequest, frozen=True, kw_only=True):
+    key: str
+    amount: int
+
+
+class WaitForKeys(StoreRequest, frozen=True, kw_only=True):
+    """It is answered when all `keys` are there, with the value of the last one."""
+
+    keys: tuple[str, ...]
+
+
+class CheckKeys(StoreRequest, frozen=True, kw_only=True):
+    keys: tuple[str, ...]
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -269,5 +304,7 @@ class Failure(Message, frozen=True, kw_only=True):
 
 Move = Reallocate | FollowParameters
 Parameters = PrepareMove | LoadModel | OffloadModel | Release
-ToWorker = Move | Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | DumpStacks | Alive | Shutdown
-ToMaster = Hello | Ready | Heartbeat | Reply | CheckpointWritten | Failure
+Control = DumpStacks | Alive | StoreReply | Shutdown
+ToWorker = Move | Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | Control
+OnStore = SetKey | AddToKey | WaitForKeys | CheckKeys
+ToMaster = Hello | Ready | Heartbeat | Reply | CheckpointWritten | Failure | OnStore

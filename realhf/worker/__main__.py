@@ -41,6 +41,7 @@ from realhf.transport.messages import (
     Ready,
     Reallocate,
     Shutdown,
+    StoreReply,
     ToMaster,
     ToWorker,
 )
@@ -49,6 +50,7 @@ from realhf.worker.allocator import give_back_freed_memory, keep_freed_memory
 from realhf.worker.channels import Channels
 from realhf.worker.device import check_device, device_name, own_device
 from realhf.worker.interfaces import explain
+from realhf.worker.master_store import MasterStore
 from realhf.worker.model_worker import ModelWorker
 from realhf.worker.reachability import join_network
 from realhf.worker.requests import refusal
@@ -61,12 +63,11 @@ CONNECT_S = 45.0  # in which a master that has published its address has to answ
 IN_PROCESS_WAIT_S = 0.02  # how long the master, which shares the process, is waited for at a time
 
 
-def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.device, interface: str) -> None:
-    """Makes the process group of all workers, who meet through a file in the run directory.
+def join_world(store: dist.Store, run: Run, rank: int, device: torch.device, interface: str) -> None:
+    """Makes the process group of all workers, who meet in `store`.
 
     `interface`: that on which the master is reached, which gloo takes where the run names none.
     """
-    store = dist.FileStore(str(directory.rendezvous / "torch"), run.spec.num_workers)
     store.set_timeout(timedelta(seconds=run.spec.setup_timeout_s))
     join_network(store, rank, run.spec.num_workers, device, run.spec.network_interface, interface)
     timeout_s = run.spec.setup_timeout_s
@@ -89,8 +90,9 @@ def blames_peer(error: BaseException) -> bool:
 
 def _connected(
     directory: RunDirectory, run: Run, rank: int, activity: ActivityWriter, moves: "queue.SimpleQueue[Move | None]"
-) -> "Client[ToWorker, ToMaster]":
-    """The connection to the master, whose requests for moves go to the thread of moves."""
+) -> "tuple[Client[ToWorker, ToMaster], MasterStore]":
+    """The connection to the master, whose requests for moves go to the thread of moves; and the run's store, which
+    lives as long as the connection."""
     keys = load_worker_keys(directory.keys, worker=rank)
     check_start(directory, own_start())  # so that these are not the keys of another
 
@@ -98,6 +100,8 @@ def _connected(
         match message:
             case Alive():
                 pass
+            case StoreReply():
+                store.take(message)
             case DumpStacks():
                 write_stacks(directory.stacks(worker_name(rank)), activity.text)
             case _ if why := refusal(message, run, directory.checkpoints):
@@ -108,6 +112,7 @@ def _connected(
                 return False
         return True
 
+    store = MasterStore(lambda request: client.send(request))
     master = wait_for_master(directory.rendezvous, timeout_s=run.spec.setup_timeout_s, public_key=keys.master)
     client: Client[ToWorker, ToMaster] = Client(
         master.address,
@@ -116,11 +121,12 @@ def _connected(
         outgoing=Codec[ToMaster](ToMaster),
         heartbeat=lambda: _heartbeat(activity),
         urgent=do_at_once,
+        ended=lambda cause: store.end(f"the connection to the master has ended: {cause or 'it was closed'}"),
     )
     longest_s = run.spec.master_timeout_s
     gone = partial(end_without_master, rank, master.address, activity)
     client.watch(Silence(min(CONNECT_S, longest_s), longest_s, gone))
-    return client
+    return client, store
 
 
 def _heartbeat(activity: ActivityWriter) -> Heartbeat:
@@ -141,7 +147,7 @@ def carry_out(
     """
     moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
     start_id = own_start()
-    client = _connected(directory, run, rank, activity, moves)
+    client, store = _connected(directory, run, rank, activity, moves)
     with contextlib.ExitStack() as held:
         held.callback(client.close)
         client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname(), start_id=start_id))
@@ -152,8 +158,10 @@ def carry_out(
             for missing, remedy in missing_kernels(device.type).values():
                 logger.warning("%s; remedy: %s", missing, remedy)
             activity.set("setup: joining the other workers")
-            join_world(directory, run, rank, device, interface_of(source_of(host_of(client.address))))
+            join_world(store, run, rank, device, interface_of(source_of(host_of(client.address))))
             held.callback(dist.destroy_process_group)
+            # First, since that waits for NCCL's threads: one in the store would wait for a master that has ended.
+            held.callback(store.end, "this worker ends")
 
             def fail_beside(error: BaseException, request_id: int | None = None, /) -> None:
                 fail(client, activity, error, request_id)
@@ -183,7 +191,7 @@ def _requests(client: "Client[ToWorker, ToMaster]", worker: ModelWorker, wait_s:
                     raise TimeoutError(f"no request from the master for {RECEIVE_TIMEOUT_S:g} s")
             case Shutdown():
                 return
-            case Alive() | DumpStacks() | Reallocate() | FollowParameters():
+            case Alive() | StoreReply() | DumpStacks() | Reallocate() | FollowParameters():
                 raise AssertionError(f"{type(request).__name__} is taken as it comes in")
             case _:
                 waited_s = 0.0

@@ -24,7 +24,8 @@ FOLDERS = {"experiments": ROOT / "experiments", "plans": ROOT / "tests" / "plans
 # What would change an answer from one shell to the next.
 LEFT_OUT = (
     "GLIBC_TUNABLES", "LD_PRELOAD", "COLUMNS", "XDG_DATA_HOME", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS",
-    "NCCL_GRAPH_REGISTER", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_MODULE_LOADING", "NCCL_GRAPH_REGISTER", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
 )  # fmt: skip
 SET = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "SLURM_CONF": "/no/cluster/here"}
 

@@ -31,7 +31,9 @@ from realhf.rundir.paths import RunDirectory
 
 GPU = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "CUDA_MODULE_LOADING": "EAGER",
     "NCCL_GRAPH_REGISTER": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 

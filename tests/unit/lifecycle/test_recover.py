@@ -57,7 +57,7 @@ def directory(tmp_path: Path, run: Run) -> RunDirectory:
     directory.metrics.write_text("".join(json.dumps(metrics_line(step)) + "\n" for step in range(1, 6)) + '{"step":6,')
     directory.evaluations.write_text('{"step":0}\n{"step":4}\n{"step":5}\n')
     directory.trace.write_text("[\n")
-    (directory.rendezvous / "torch").write_text("of processes that are gone")
+    (directory.rendezvous / "master.json").write_text("of a process that is gone")
     directory.activity("worker-7").write_bytes(b"")
     for step in (1, 5):
         (directory.path / f"rollouts/step-{step}").mkdir(parents=True)

@@ -18,7 +18,19 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Deadlines
 from realhf.rundir.status import read_status
 from realhf.transport import clock as awake
-from realhf.transport.messages import Alive, DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span
+from realhf.transport.messages import (
+    Alive,
+    DumpStacks,
+    Failure,
+    Heartbeat,
+    Hello,
+    Ready,
+    Reply,
+    SetKey,
+    Span,
+    StoreReply,
+    WaitForKeys,
+)
 from realhf.transport.server import GoneError
 from tests.unit.master.test_master import HELLO, PEER_IS_GONE, Clock, Script, ScriptedServer, alive
 
@@ -90,6 +102,16 @@ def test_workers_are_told_that_the_master_lives_when_they_come_and_every_five_se
     assert ended.text.startswith("worker 2 failed in computing; ")
     assert (ended.after_s, ended.blamed) == (16.5, [2])
     assert ended.sent(Alive) == [(2.0, 1), (5.0, 2), (10.0, 2), (15.0, 2)]
+
+
+def test_the_store_answers_who_asks_and_who_waits_and_whoever_is_gone_stops_nothing(directory: RunDirectory) -> None:
+    waits: Script = [(1.0, worker, WaitForKeys(request_id=worker, keys=("a",))) for worker in (0, 1)]
+    ended = Ended(
+        directory,
+        [*HELLO, *waits, (1.0, 2, SetKey(request_id=7, key="a", value=b"")), (0.5, 2, CAUSE)],
+        gone=frozenset({0}),
+    )
+    assert ended.sent(StoreReply) == [(3.0, 2), (3.0, 1)]
 
 
 def test_a_sign_of_life_is_written_every_second(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

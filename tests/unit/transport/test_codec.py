@@ -21,6 +21,8 @@ def values(type_: inspect.Type) -> st.SearchStrategy[Any]:
             return st.floats(allow_nan=False)
         case inspect.StrType(pattern=pattern):
             return st.text(max_size=20) if pattern is None else st.from_regex(pattern)
+        case inspect.BytesType():
+            return st.binary(max_size=20)
         case inspect.BoolType():
             return st.booleans()
         case inspect.NoneType():

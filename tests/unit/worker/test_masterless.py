@@ -28,13 +28,16 @@ def test_it_waits_for_the_first_answer_and_for_later_ones(
     client = SimpleNamespace(watch=watched.append)
     for name in ("load_worker_keys", "check_start", "wait_for_master"):
         monkeypatch.setattr(worker_main, name, lambda *_, **__: SimpleNamespace(master="key", address="tcp://h:1"))
-    monkeypatch.setattr(worker_main, "Client", lambda *_, **__: client)
+    monkeypatch.setattr(worker_main, "Client", lambda *_, **given: (vars(client).update(given), client)[1])
     run: Any = SimpleNamespace(spec=SimpleNamespace(setup_timeout_s=1.0, master_timeout_s=master_timeout_s))
     directory: Any = SimpleNamespace(keys=tmp_path, rendezvous=tmp_path)
-    assert (
-        worker_main._connected(directory, run, 0, ActivityWriter(tmp_path / "activity"), queue.SimpleQueue()) is client
-    )
+    activity = ActivityWriter(tmp_path / "activity")
+    found, store = worker_main._connected(directory, run, 0, activity, queue.SimpleQueue())
+    assert found is client
     assert [(silence.first_s, silence.later_s) for silence in watched] == [(first_s, later_s)]
+    client.ended(ConnectionRefusedError("tcp://h:1 refused this worker's key"))
+    with pytest.raises(RuntimeError, match="the connection to the master has ended: tcp://h:1 refused this worker's"):
+        store.get("of nobody")
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_a_network_is_chosen_and_tried(
 
 @pytest.mark.parametrize(("kind", "first_use_s"), [("cpu", 20.0), ("cuda", 1800.0)])
 def test_the_start_has_its_deadline_and_ranks_that_come_to_a_group_later_have_theirs(
-    kind: str, first_use_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, first_use_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits_s: list[float] = []
 
@@ -119,6 +119,5 @@ def test_the_start_has_its_deadline_and_ranks_that_come_to_a_group_later_have_th
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     spec = SimpleNamespace(num_workers=2, setup_timeout_s=20.0, network_interface=None)
     run: Any = SimpleNamespace(spec=spec, deadlines=Deadlines(floor_s=900.0))
-    directory: Any = SimpleNamespace(rendezvous=tmp_path)
-    worker_main.join_world(directory, run, 0, torch.device(kind), "eth0")
+    worker_main.join_world(dist.HashStore(), run, 0, torch.device(kind), "eth0")
     assert waits_s == [20.0, first_use_s]
