@@ -1,7 +1,7 @@
 """Bytes that the passes of a micro-batch take on a GPU, at the moments that may take the most: counted from the tensors
 of the engine (`tests/unit/engine/test_traced_memory.py` compares them with a trace of it).
 
-Of i bytes an element: w = max(i, 4). The CPU's are in `realhf.planning.model.activations`.
+An element has i bytes; w = max(i, 4). The CPU's are in `realhf.planning.model.activations`.
 """
 
 import math
@@ -22,8 +22,8 @@ from realhf.planning.model.activations import (
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.sizes import largest_weight, model_sizes
 
-# Numbers of 8 bytes: of each micro-batch's tokens ids and positions; of the present one's also places and what the loss
-# reads; of a row of logits the statistics.
+# Numbers of 8 bytes: each micro-batch's tokens have ids and positions; the present one's also places and inputs of the
+# loss; a row of logits has statistics.
 _PACKED_NUMBERS, _TOKEN_NUMBERS, _ROW_NUMBERS = 2, 4, 10
 # Rows that flash attention's accumulators have behind each sequence, and multiples of its heads' width.
 _FLASH_ROWS, _FLASH_WIDTH = 128, 32
@@ -68,12 +68,12 @@ class GpuPass:
     def training_bytes(
         self, in_flight: Sequence[InFlight], chunks: Sequence[int], *, is_first: bool, is_last: bool, sent: int
     ) -> float:
-        """The most on a stage with chunks of these numbers of layers, of which so many wait for their backward pass.
+        """The most on a stage with chunks of these numbers of layers; those `in_flight` wait for their backward pass.
         `sent`: messages to other stages, hidden states or their gradients, that it holds until they have come."""
         receives, chunk = not is_first or len(chunks) > 1, min(chunks)
 
         def of_all(layers: InFlight) -> float:
-            """Of the forward passes that wait: the rotary tables; with several chunks outputs that have been sent;
+            """Forward passes that wait have rotary tables; with several chunks outputs that have been sent;
             inputs, unless the first layer keeps its own to be run again. One more message is being received."""
             waiting = math.ceil((layers.whole + layers.recomputed) / chunk)
             messages = sent + waiting * (len(chunks) > 1) + waiting * (receives and not layers.recomputed) + 1
@@ -127,7 +127,7 @@ class GpuPass:
         )
 
     def _forward_head(self) -> float:
-        """The rows that get logits; of a tile the logits and an array of its statistics, beside the tile before."""
+        """The rows that get logits; a tile's logits and an array for its statistics, beside the tile before."""
         model, features = self.model, self.features
         if model.head == "scalar":
             return 0.0
@@ -162,7 +162,7 @@ class GpuPass:
         return self.tokens * kept_bytes(self.model, self.dtype, self.tp, layers, self.features)
 
     def _run_again(self) -> float:
-        """What a layer keeps once it has run again, beside the input that it had kept; with selective recomputation its
+        """The bytes of a layer that has run again, beside the input that it had kept; with selective recomputation its
         last output is kept as well, and what the others gave is taken over."""
         again = self.tokens * kept_layer_bytes(self.model, self.dtype, self.tp, self.features)
         if self.features.recomputation == "selective":
@@ -224,7 +224,7 @@ class GpuPass:
         return max(self.tokens * norm, self.tokens * kept + selected + self._tiles())
 
     def _tiles(self) -> float:
-        """The logits of a tile, and what is made of them. The forward pass keeps those of the last tile, and while it
+        """A tile's logits and their gradient. The forward pass keeps those of the last tile, and while it
         makes the statistics of a tile, those of the one before, with an array of its own. Parts of the vocabulary add
         up the gradient of hidden states in w; the gradient of a part's weight is there until that of the next is."""
         model, features, wide = self.model, self.features, self.wide
@@ -268,5 +268,5 @@ class GpuPass:
 
 
 def _parts(whole: int, part: int) -> list[int]:
-    """The sizes of the parts, the last of which may be smaller."""
+    """The sizes of the parts; the last one may be smaller."""
     return [min(part, whole - start) for start in range(0, whole, part)]

@@ -299,7 +299,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         return 0 if pp == 1 else min(self.micro_batches * chunks * ways, 2 * pp)
 
     def _gpu_pass(self) -> GpuPass:
-        """Of one micro-batch; tensor-parallel ranks that divide its tokens pad them."""
+        """The passes of one micro-batch; tensor-parallel ranks that divide its tokens pad them."""
         placed, lengths, samples = self.placed, self.lengths, self._most_samples
         answers = placed.features.response_logits and lengths.max_new_tokens
         return GpuPass(
