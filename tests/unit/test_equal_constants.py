@@ -45,7 +45,16 @@ def test_pages_of_the_kv_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PREFILL_TOKENS", "SHORTEST_SHARED", "OPTIMIZER_ELEMENTS", "LOGITS_BYTES", "RING_BYTES"]
+    "name",
+    [
+        "PREFILL_TOKENS",
+        "SHORTEST_SHARED",
+        "OPTIMIZER_ELEMENTS",
+        "LOGITS_BYTES",
+        "GPU_LOGITS_BYTES",
+        "logits_tile",
+        "RING_BYTES",
+    ],
 )
 def test_engine_and_planner_read_one_definition_of_what_both_follow(name: str) -> None:
     package = Path(realhf.__file__).parent

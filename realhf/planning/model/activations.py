@@ -7,6 +7,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from realhf.architecture.decoding import takes_flash
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.planning.model.features import ENGINE, EngineFeatures
 
@@ -27,17 +28,17 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
     Whole, divided over tp with sequence parallelism only: of each norm its input in w, what it is normalised to, the
     output, and the root. Divided: rotated q and k, v and attention's output (all a), that output again, a number a
     head, and four arrays of a gated MLP or two of a plain one. The rotary tables are those of all layers. A fused norm
-    keeps its input and its output, a fused MLP three arrays.
+    keeps its input and its output, a fused MLP three arrays. Flash attention's output is not copied.
     """
     item, wide, attention = _items(dtype, features)
-    whole = 2 * _norm_bytes(model, dtype, features) + 2 * model.experts.per_token * model.hidden_size * item
-    divided = model.query_size * (2 * attention + item) + model.kv_size * 2 * attention + model.num_heads * wide
+    copy = 0 if flash_attends(model, dtype, features) else item
+    divided = model.query_size * (2 * attention + copy) + model.kv_size * 2 * attention + model.num_heads * wide
     if model.qk_norm:
         heads, elements = model.num_heads + model.num_kv_heads, model.query_size + model.kv_size
         is_fused = _is_fused(model, dtype, features)
         divided += elements * item if is_fused else elements * (wide + item) + heads * wide
-    divided += _mlp_kept_arrays(model, dtype, features) * model.active_intermediate_size * item
-    return whole / (tp if features.sequence_parallel else 1) + divided / tp
+    norms = norm_bytes(model, dtype, tp, features) + norm_bytes(model, dtype, tp, features, of_mlp=True)
+    return norms + divided / tp + feed_forward_bytes(model, dtype, tp, features)
 
 
 def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
@@ -52,7 +53,8 @@ def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: 
     divided = model.query_size * (attention + item) + model.kv_size * 2 * item + model.num_heads * wide
     divided += _mlp_arrays(model) // 2 * model.active_intermediate_size * item
     kept_input = model.hidden_size / (tp if features.sequence_parallel else 1)
-    return (kept_input + (1 + experts) * model.hidden_size) * item + divided / tp
+    routed = model.experts.count if features.on_gpus else 0
+    return (kept_input + (1 + experts) * model.hidden_size + routed) * item + divided / tp
 
 
 class InFlight(NamedTuple):
@@ -117,6 +119,33 @@ def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engine
     else:
         most = max(behind, mlp + attending)
     return most + 2 * model.head_dim * item
+
+
+def flash_attends(model: DecoderConfig, dtype: DType, features: EngineFeatures) -> bool:
+    """Whether training attends by flash attention's kernels."""
+    return features.on_gpus and takes_flash(dtype, model.head_dim)
+
+
+def norm_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures, *, of_mlp: bool = False) -> float:
+    """A token's bytes that a norm of hidden states keeps; with sequence parallelism the products behind it keep their
+    gathered input whole, which is counted on GPUs alone. Experts (`of_mlp`) keep rows of their own instead."""
+    kept = _norm_bytes(model, dtype, features)
+    if not features.sequence_parallel:
+        return kept
+    is_gathered = features.on_gpus and not (of_mlp and model.experts.count)
+    gathered = model.hidden_size * DTYPE_BYTES[dtype] if is_gathered else 0
+    return (kept - gathered) / tp + gathered
+
+
+def feed_forward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures) -> float:
+    """A token's bytes that an MLP keeps, or its experts with their inputs and outputs. On GPUs these are counted whole
+    with sequence parallelism too, with the numbers of the router: probabilities, and eleven for each chosen expert."""
+    item, wide, _ = _items(dtype, features)
+    inner = _mlp_kept_arrays(model, dtype, features) * model.active_intermediate_size * item / tp
+    rows = 2 * model.experts.per_token * model.hidden_size * item
+    if not features.on_gpus:
+        return inner + rows / (tp if features.sequence_parallel else 1)
+    return inner + rows + (model.experts.count + 11 * model.experts.per_token) * wide
 
 
 def _items(dtype: DType, features: EngineFeatures) -> tuple[int, int, int]:

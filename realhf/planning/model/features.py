@@ -6,7 +6,7 @@ from typing import Any
 
 from realhf.api.computation import computation_of
 from realhf.api.experiment import ModelSetup
-from realhf.architecture.chunks import LOGITS_BYTES
+from realhf.architecture.chunks import GPU_LOGITS_BYTES, LOGITS_BYTES
 from realhf.architecture.compute import Computation, ModeRules, Recomputation, Recomputed
 from realhf.architecture.decoding import GraphLife, graphs_refusal
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
@@ -33,7 +33,9 @@ class EngineFeatures:
     recomputation: "full": a layer keeps only its input, and the backward pass runs its forward again (Chen et al.,
         2016; Korthikanti et al., 2022, section 5); "selective": it runs all but products and attention again.
     recomputed_layers: the first layers of every model chunk alone do so; None: all.
-    on_gpus: the devices are GPUs, on which decode steps may be graphs.
+    on_gpus: the devices are GPUs, on which decode steps may be graphs and passes take the memory of
+        `realhf.planning.model.gpu_memory`.
+    multiprocessors: of a GPU, see `realhf.planning.model.hardware.Hardware`.
     cuda_graphs: on GPUs, a decode step is replayed as a graph, where the call asks for it
         (`GenerationOptions.decode_graphs`) and the model allows it (`realhf.architecture.decoding`).
     full_logits: logits are gathered over tp, and every rank makes its passes over the whole vocabulary. Else each
@@ -41,7 +43,7 @@ class EngineFeatures:
     response_logits: of a prompt and its response as one sequence, only the response's tokens get logits.
     gathers_drawn_logits: generation draws from full logits, whatever the others are.
     logits_chunk_bytes: unless full, logits exist for chunks of this size (None: for a micro-batch), and the backward
-        pass projects all but the last chunk again.
+        pass projects all but the last chunk again. The default is a CPU's; a GPU has `GPU_LOGITS_BYTES`.
     sequence_parallel: in training, what lies between the tensor-parallel products is divided over tp along the
         tokens; an all-gather and a reduce-scatter replace every all-reduce (Korthikanti et al., 2022, section 4.2),
         and between stages every rank sends its own tokens.
@@ -65,6 +67,7 @@ class EngineFeatures:
     recomputation: Recomputation = "off"
     recomputed_layers: int | None = None
     on_gpus: bool = False
+    multiprocessors: int = 1
     cuda_graphs: bool = True
     full_logits: bool = False
     response_logits: bool = True
@@ -100,9 +103,14 @@ class EngineFeatures:
     def on(self, hardware: Hardware) -> "EngineFeatures":
         """The features on this hardware. In a host's memory states have no other memory to wait in."""
         in_host = hardware.shares_host_memory
+        chunk_bytes = self.logits_chunk_bytes
+        if chunk_bytes in (LOGITS_BYTES, GPU_LOGITS_BYTES):
+            chunk_bytes = GPU_LOGITS_BYTES if hardware.is_gpu else LOGITS_BYTES
         return replace(
             self,
             on_gpus=hardware.is_gpu,
+            multiprocessors=hardware.multiprocessors if hardware.is_gpu else 1,
+            logits_chunk_bytes=chunk_bytes,
             packs_weights=hardware.packs_weights,
             offloads_states=self.offloads_states and not in_host,
             in_host_memory=in_host,

@@ -69,6 +69,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shares_host_memory: the devices of a node send over the memory of their host.
     device_names: what the driver calls these devices; empty: the description does not say.
     uncertainty: of these constants; None: as `sureness` assumes.
+    multiprocessors: of a GPU: attention's deterministic gradients take memory for each that its heads leave idle.
     threads: of a worker on a CPU; host_memory_bytes, host_cores: of the machine, where its workers share those.
     """
 
@@ -96,6 +97,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shares_host_memory: bool = False
     device_names: tuple[str, ...] = ()
     uncertainty: Uncertainty | None = None
+    multiprocessors: int = 132
     threads: int = 1
     host_memory_bytes: int | None = None
     host_cores: int | None = None
@@ -103,7 +105,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         rates = {f: limits for f in self.__struct_fields__ for end, limits in KINDS.items() if f.endswith(end)}
         memory = {"device_memory_bytes": MEMORY_BYTES, "communicator_bytes": (0, 2**40), "devices_per_node": DEVICES}
-        of_host = {"host_memory_bytes": MEMORY_BYTES, "host_cores": CORES, "threads": CORES}
+        of_host = {"host_memory_bytes": MEMORY_BYTES, "host_cores": CORES, "threads": CORES, "multiprocessors": CORES}
         check_fields("", self, {"matmul_flops": RATES, **rates, **memory, **of_host})
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", self.name):
             raise UserError(

@@ -22,6 +22,7 @@ from realhf.planning.model.activations import (
     kept_bytes,
     repeated_bytes,
 )
+from realhf.planning.model.gpu_memory import GpuPass
 from realhf.planning.model.lengths import DecodePhase
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.osdp.units import StageUnits
@@ -250,10 +251,14 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         placed, model, strategy = self.placed, self.placed.model, self.placed.strategy
         tokens, whole_tokens = self.most_rows, self._most_samples * self.lengths.max_tokens
         logits = self._logits_bytes(whole_tokens)
+        if not self.call.trains and placed.features.on_gpus:
+            return max(map(self._gpu_inference_bytes, {0, strategy.pp - 1}))
         if not self.call.trains:
             return tokens * (activation_elements(model, strategy.tp) * placed.item) + 2 * logits
 
         features, item_and_tp = placed.features, (placed.dtype, strategy.tp)
+        if features.on_gpus:
+            return max(map(self._gpu_training_bytes, {0, strategy.pp - 1}))
         gradient = largest_weight(model, strategy.tp) * placed.item
 
         def stage_bytes(stage: int) -> float:
@@ -269,6 +274,44 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
 
         # The first stage has the most layers and micro-batches in flight, the last one the logits.
         return max(stage_bytes(0), stage_bytes(strategy.pp - 1))
+
+    def _gpu_training_bytes(self, stage: int) -> float:
+        """A forward and a backward pass on a stage of GPUs."""
+        placed, strategy, features = self.placed, self.placed.strategy, self.placed.features
+        layers = layers_in_flight(
+            placed.model.num_layers, strategy.pp, strategy.chunks, stage, self.micro_batches, features.recomputed
+        )
+        sizes = [len(chunk) for chunk in chunk_layers(placed.model.num_layers, strategy, stage)]
+        sent = self._sent(1 if strategy.chunks == 1 else 2)  # with several chunks also the ends send both ways
+        ends = {"is_first": stage == 0, "is_last": stage == strategy.pp - 1}
+        return self._gpu_pass().training_bytes(layers, sizes, **ends, sent=sent)
+
+    def _gpu_inference_bytes(self, stage: int) -> float:
+        """A forward pass on a stage of GPUs; the last one sends only where another chunk follows."""
+        strategy, is_last = self.placed.strategy, stage == self.placed.strategy.pp - 1
+        sent = 0 if is_last and strategy.chunks == 1 else self._sent(1)
+        messages = sent + 2 if strategy.pp > 1 else 0  # and two that have come, or are about to
+        return self._gpu_pass().inference_bytes(is_last=is_last, messages=messages)
+
+    def _sent(self, ways: int) -> int:
+        """Messages that an end of the pipeline holds at most until they have come (`realhf.engine.pipeline`)."""
+        pp, chunks = self.placed.strategy.pp, self.placed.strategy.chunks
+        return 0 if pp == 1 else min(self.micro_batches * chunks * ways, 2 * pp)
+
+    def _gpu_pass(self) -> GpuPass:
+        """The passes of one micro-batch; tensor-parallel ranks that divide its tokens pad them."""
+        placed, lengths, samples = self.placed, self.lengths, self._most_samples
+        answers = placed.features.response_logits and lengths.max_new_tokens
+        return GpuPass(
+            placed.model,
+            placed.dtype,
+            placed.strategy.tp,
+            placed.features,
+            tokens=math.ceil(self.most_rows / placed.strategy.tp) * placed.strategy.tp,
+            sequences=samples * lengths.sequences,
+            rows=samples * (lengths.max_new_tokens if answers else lengths.max_tokens),
+            micro_batches=self.micro_batches,
+        )
 
     def _logits_bytes(self, tokens: float) -> float:
         """One array of the logits of `tokens` tokens that exist at once, fp32 at least: of the whole vocabulary, or 1 /

@@ -5,15 +5,13 @@ billion parameters are on `meta`, without memory. Whom a rank speaks to depends 
 model is narrow, and a step runs.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.api.experiment import OptimizerConfig
@@ -34,6 +32,7 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.memory import PlacedModel
 from tests.unit.api.calls import call
+from tests.unit.engine.fake_ranks import as_rank
 
 WORLD = 128
 NARROW = replace(
@@ -43,19 +42,10 @@ TIED = replace(NARROW, tied_embeddings=True)
 Calls = Sequence[tuple[ModelInterfaceType, Layout]]
 
 
-@contextmanager
-def as_rank(rank: int, world: int = WORLD) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def static_bytes(layout: Layout, rank: int) -> int:
     """Parameters, gradient and optimizer states that the engine makes on a rank."""
     compute = Computation(recomputation="full", sequence_parallel=True)
-    with as_rank(rank):
+    with as_rank(rank, WORLD):
         groups = GroupTable([layout], rank).groups(layout)
         spec = ModelSpec(
             LLAMA["llama70b"], groups, torch.bfloat16, "meta", optimizer=OptimizerConfig(), compute=compute

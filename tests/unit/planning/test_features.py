@@ -37,6 +37,7 @@ def test_what_this_engine_does_where_nobody_chooses() -> None:
         "modes": None,
         "recomputation": "off",
         "recomputed_layers": None,
+        "multiprocessors": 1,
         "logits_chunk_bytes": ENGINE.logits_chunk_bytes,
     }
 
@@ -53,13 +54,17 @@ def test_bytes_of_gradients_and_states(dtype: DType, gradient: int, narrow: int,
 
 def test_what_holds_on_a_hardware() -> None:
     asked = EngineFeatures(offloads_states=True, copies_checkpoints=True, sequence_parallel=True)
-    on_gpu = replace(asked, on_gpus=True, copies_checkpoints=False)
+    of_gpus: dict[str, Any] = {"on_gpus": True, "multiprocessors": 132, "logits_chunk_bytes": 512 * 2**20}
+    on_gpu = replace(asked, **of_gpus, copies_checkpoints=False)
     on_host = replace(asked, offloads_states=False, packs_weights=True, in_host_memory=True, fuses_training=True)
     assert asked.on(H100) == on_gpu
     assert asked.on(CPU) == on_host
     assert asked.on(structs.replace(CPU, threads=2)) == replace(on_host, fuses_training=False)
     assert asked.on(structs.replace(H100, threads=2, packs_weights=True)) == replace(on_gpu, packs_weights=True)
-    assert on_host.on(H100) == EngineFeatures(on_gpus=True, sequence_parallel=True)
+    assert on_host.on(H100) == EngineFeatures(**of_gpus, sequence_parallel=True)
+    assert on_gpu.on(CPU) == replace(on_host, copies_checkpoints=False)
+    assert replace(asked, logits_chunk_bytes=None).on(H100).logits_chunk_bytes is None
+    assert asked.on(load_hardware("a100-80g")).multiprocessors == 108
     assert ENGINE.on(CPU) == EngineFeatures(packs_weights=True, in_host_memory=True, fuses_training=True)
 
 

@@ -123,10 +123,11 @@ LEAST = Hardware(
 
 
 def test_what_a_description_leaves_out() -> None:
-    """A GPU whose kernels keep the order of weights, on PCIe 4 with 16 lanes; all else is free, or not known."""
+    """A GPU of an H100's size whose kernels keep the order of weights, on PCIe 4 with 16 lanes; all else is free, or
+    not known."""
     assert LEAST.is_gpu
     assert not LEAST.packs_weights
-    assert LEAST.host_bandwidth == 24e9
+    assert (LEAST.host_bandwidth, LEAST.multiprocessors) == (24e9, 132)
     assert (LEAST.mini_batch_s, LEAST.communicator_bytes, LEAST.threads) == (0.0, 0.0, 1)
     assert (LEAST.inter_node_send_bandwidth, LEAST.train_launch_s) == (None, None)
     assert (LEAST.uncertainty, LEAST.host_memory_bytes, LEAST.host_cores) == (None, None, None)
@@ -153,6 +154,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "host_memory_bytes": MEMORY,
     "communicator_bytes": (0, 2**40),
     "devices_per_node": (1, 4096),
+    "multiprocessors": CORES,
     "threads": CORES,
     "host_cores": CORES,
 }

@@ -440,14 +440,12 @@ def test_each_model_has_the_features_of_its_setup() -> None:
     )  # fmt: skip
     problem = build_problem(task, {name: [option] for name in graph.calls})
     rows = {table.name: table.options[0] for table in problem.calls}
-    actor_layer, critic_layer = NORMS + DIVIDED / 2, (NORMS + DIVIDED) / 2
-    kept = (4 * 64 + SELECTIVE_DIVIDED) / 2 + 2 * 4 * 64
-    beside = 256 * BACKWARD + LARGEST / 2
-    actor = 256 * (4 * 4 * 64 + actor_layer + 3 * 4 * 32 / 2) + beside
-    assert rows["actor_train_step"].dynamic_bytes == actor
-    assert rows["critic_train_step"].dynamic_bytes == 256 * (4 * kept + critic_layer - kept + 3 * 4) + beside
-    layer = 4 * 64 + (3 * 64 + 3 * 64 + 4 * 128) / 2
-    assert rows["ref_inference"].dynamic_bytes == 256 * (4 * layer + 2 * 4 * 32 / 2)
+    for name, setup in setups.items():
+        features = of_setup(setup).on(load_hardware("h100"))
+        train = work_of(graph.calls[f"{name}_train_step"], strategy, 1, workload, features=features)
+        assert rows[f"{name}_train_step"].dynamic_bytes == train.dynamic_bytes()
+        other = replace(features, recomputation="off", sequence_parallel=False)
+        assert train.dynamic_bytes() != work_of(train.call, strategy, 1, workload, features=other).dynamic_bytes()
     # The backward pass has a third of an extra forward more, or only the cheap parts of one.
     plain = load_costs(graph.models, dtype="float32", hardware=load_hardware("h100"))
     seconds = {}
