@@ -40,8 +40,8 @@ class Client(Generic[Incoming, Outgoing]):
 
     Every `heartbeat_s` the network thread calls `heartbeat`, which must be quick, and sends its result. That thread
     passes each message to `urgent` first, so that some are handled while the main thread computes; if `urgent` returns
-    True, `receive` does not return the message. When that thread ends it calls `ended` with its error, or None after
-    `close`. A broken connection is restored automatically; messages that were under way may be lost.
+    True, `receive` does not return the message. A broken connection is restored automatically; messages that were
+    under way may be lost.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Client(Generic[Incoming, Outgoing]):
         heartbeat: Callable[[], Outgoing],
         heartbeat_s: float = 1.0,
         urgent: Callable[[Incoming], bool] = lambda _: False,
-        ended: Callable[[BaseException | None], object] = lambda _: None,
     ) -> None:
         self.num_dropped = 0
         self.address = address
@@ -63,7 +62,8 @@ class Client(Generic[Incoming, Outgoing]):
         self._heartbeat = heartbeat
         self._heartbeat_s = heartbeat_s
         self._urgent = urgent
-        self._ended = ended
+        self._ended: _Ended | None = None
+        self._tell_end: Callable[[BaseException | None], object] = lambda _: None
         self._silence: Silence | None = None
         self._clock = ListeningClock(heartbeat_s)
         self._heard_s: float | None = None
@@ -118,6 +118,12 @@ class Client(Generic[Incoming, Outgoing]):
         """From now on the network thread watches for silence of the master."""
         self._silence = silence
 
+    def when_ended(self, tell: Callable[[BaseException | None], object]) -> None:
+        """The network thread calls `tell` when it ends, at least once: with its error, or None after `close`."""
+        self._tell_end = tell
+        if self._ended is not None:
+            tell(self._ended.cause)
+
     def close(self, *, flush_s: float = 10.0) -> None:
         """Ends the connection, after sending queued messages for at most `flush_s` seconds."""
         if self._closing.is_set():
@@ -141,8 +147,9 @@ class Client(Generic[Incoming, Outgoing]):
         except BaseException as error:  # the main thread must learn of it: it waits for messages
             cause = error
         finally:
-            self._inbox.put(_Ended(cause))
-            self._ended(cause)
+            self._ended = _Ended(cause)
+            self._inbox.put(self._ended)
+            self._tell_end(cause)
 
     def _exchange(self) -> None:
         socket = self._socket

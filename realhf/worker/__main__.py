@@ -121,8 +121,8 @@ def _connected(
         outgoing=Codec[ToMaster](ToMaster),
         heartbeat=lambda: _heartbeat(activity),
         urgent=do_at_once,
-        ended=lambda cause: store.end(f"the connection to the master has ended: {cause or 'it was closed'}"),
     )
+    client.when_ended(lambda cause: store.end(f"the connection to the master has ended: {cause or 'it was closed'}"))
     longest_s = run.spec.master_timeout_s
     gone = partial(end_without_master, rank, master.address, activity)
     client.watch(Silence(min(CONNECT_S, longest_s), longest_s, gone))

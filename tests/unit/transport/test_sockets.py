@@ -75,7 +75,6 @@ def connect(
     heartbeat: Callable[[], ToMaster] = lambda: Heartbeat(activity="idle"),
     heartbeat_s: float = 60.0,
     max_bytes: int = 10_000,
-    ended: Callable[[BaseException | None], object] = lambda _: None,
 ) -> WorkerEnd:
     return Client(
         server.address,
@@ -84,7 +83,6 @@ def connect(
         outgoing=Codec(ToMaster, max_bytes=max_bytes),
         heartbeat=heartbeat,
         heartbeat_s=heartbeat_s,
-        ended=ended,
     )
 
 
@@ -261,7 +259,8 @@ def test_a_worker_that_was_refused_is_told_and_can_be_closed(keys: Path, tmp_pat
     async def scenario() -> None:
         server = serve(keys)
         told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        stranger = connect(server, theirs, ended=told.put)
+        stranger = connect(server, theirs)
+        stranger.when_ended(told.put)
         while server.num_refused == 0:
             await asyncio.sleep(0.01)
         for _ in range(3):  # its end hears of it a little later
@@ -271,6 +270,8 @@ def test_a_worker_that_was_refused_is_told_and_can_be_closed(keys: Path, tmp_pat
             stranger.receive(PATIENCE_S)
         assert "refused this worker's key" in str(ended.value.__cause__)
         assert told.get(timeout=PATIENCE_S) is ended.value.__cause__
+        stranger.when_ended(told.put)  # who asks later is told at once
+        assert told.get_nowait() is ended.value.__cause__
         await asyncio.to_thread(stranger.close)
         server.close()
 
