@@ -25,7 +25,7 @@ def test_it_waits_for_the_first_answer_and_for_later_ones(
     master_timeout_s: float, first_s: float, later_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched: list[Silence] = []
-    client = SimpleNamespace(watch=watched.append)
+    client = SimpleNamespace(watch=watched.append, when_ended=lambda _: None)
     for name in ("load_worker_keys", "check_start", "wait_for_master"):
         monkeypatch.setattr(worker_main, name, lambda *_, **__: SimpleNamespace(master="key", address="tcp://h:1"))
     monkeypatch.setattr(worker_main, "Client", lambda *_, **given: (vars(client).update(given), client)[1])
