@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from lib.papers import hybridflow, osdp, real_app, systems
-from lib.papers.cells import REAL_ENGINE, Cell
+from lib.papers import hybridflow, osdp, plans, real, real_app, systems
+from lib.papers.cells import A100, A100_PRINTED, REAL_ENGINE, Cell, described
 from lib.papers.large import fewer_options
 from lib.papers.page import beside_published, error, number, of_results, page, side_by_side
 from lib.papers.published import Limit, Paper, load_papers
@@ -132,6 +133,21 @@ def test_figures_have_one_id_each(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("{name: a, unknown: 1}")
     with pytest.raises(UserError, match=r"a\.yaml.*lib\.papers\.published\.Paper"):
         load_papers(tmp_path)
+
+
+def test_the_network_is_the_printed_one() -> None:
+    """ReaL prints 141.5 hours for DeepSpeed-Chat. With 200 Gb/s for each GPU in place of each node it is 29.6."""
+    cell = real.setting("70b", "70b", 128, 128)
+    for hardware, hours in ((A100_PRINTED, 141.8), (A100, 29.6)):
+        plan = systems.deepspeed_chat(replace(cell, hardware=hardware))
+        assert plan
+        assert plan.step_s * real.STEPS / 3600 == pytest.approx(hours, rel=2e-3)
+
+
+def test_free_links_take_no_time() -> None:
+    free = plans._free_links(described(A100_PRINTED))
+    assert free.send_s(1e12, crosses_nodes=True) + free.send_s(1e12, crosses_nodes=False) < 1e-9
+    assert free.all_reduce_s(1e12, 128, crosses_nodes=True, per_node=8) < 1e-9
 
 
 def test_papers_are_in_order() -> None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
+
+from msgspec import structs
 
 from realhf.architecture.named import architecture
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
@@ -18,6 +20,8 @@ from realhf.planning.model.workload import Workload
 from realhf.planning.task import PlanningTask
 
 DEVICES_PER_NODE = 8
+# ReaL and HybridFlow print 200 Gb/s between nodes; on a DGX A100, which `a100-80g` describes, each GPU has as much.
+A100, A100_PRINTED = "a100-80g", "a100-80g, 200 Gb/s a node"
 EVALUATIONS = 100_000
 
 # ReaL's engine (tests/data/published_step_times.yaml has the same), and HybridFlow's: Megatron-LM with fp32 gradients.
@@ -70,7 +74,7 @@ class Cell:
         calls: Sequence[ModelFunctionCallDef] = (),
     ) -> PlanningTask:
         """On `hardware`, for `engine` and of `calls`, if they are given, in place of the cell's own."""
-        hardware = hardware or load_hardware(self.hardware)
+        hardware = hardware or described(self.hardware)
         cluster = Cluster(
             num_nodes=-(-self.num_devices // DEVICES_PER_NODE),
             devices_per_node=min(self.num_devices, DEVICES_PER_NODE),
@@ -89,6 +93,15 @@ class Cell:
             max_steps_in_flight=self.steps_in_flight,
             dtype="bfloat16",
         )  # fmt: skip
+
+
+@lru_cache
+def described(name: str) -> Hardware:
+    """The description of a cell's hardware."""
+    if name != A100_PRINTED:
+        return load_hardware(name)
+    hardware = load_hardware(A100)
+    return structs.replace(hardware, inter_node_shared_bandwidth=hardware.inter_node_bandwidth)
 
 
 def _calls(rows: Sequence[tuple[str, str, Kind, str, str]], mini_batches: int) -> Sequence[ModelFunctionCallDef]:

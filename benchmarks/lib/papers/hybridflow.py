@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lib.hybridflow_transition import Engine, transition
-from lib.papers.cells import HYBRIDFLOW_ENGINE, Cell
+from lib.papers.cells import A100_PRINTED, HYBRIDFLOW_ENGINE, Cell, described
 from lib.papers.plans import fastest
 from lib.papers.rows import Row, side_by_side
 from lib.papers.simulated import SEARCHED, Done, Simulated
@@ -15,10 +15,9 @@ from lib.papers.svg import Bars, Lines
 from realhf.architecture.named import architecture
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import options_on
 
-HARDWARE, ITEM = "a100-80g", 2
+HARDWARE, ITEM = A100_PRINTED, 2
 # The numbers of GPUs of Figures 9 and 12; the first is the least on which all four models fit.
 CLUSTERS = {"7b": (8, 16, 32, 64, 128), "13b": (16, 32, 64, 96, 128), "34b": (32, 64, 96, 128), "70b": (64, 96, 128)}
 MIXED = (64, 96, 128)  # of Figure 13
@@ -157,7 +156,7 @@ def table_2() -> Iterator[Row]:
 def transition_s(size: str, num_devices: int) -> dict[str, float]:
     """Seconds by engine. HybridFlow gathers in micro-dp groups of neighbours, over nodes where stages are joined;
     DeepSpeed-Chat over all devices; OpenRLHF gathers the actor's half of them, and sends the model once."""
-    hardware, crosses = load_hardware(HARDWARE), num_devices > 8
+    hardware, crosses = described(HARDWARE), num_devices > 8
     model_bytes = float(parameter_count(architecture(f"llama2-{size}")) * ITEM)
     (p, t), (generation_p, generation_t) = TRANSITIONS[size]
     group, per_node = p * t // (generation_p * generation_t), t // generation_t
@@ -168,7 +167,7 @@ def transition_s(size: str, num_devices: int) -> dict[str, float]:
         ),
         DEEPSPEED: hardware.all_gather_s(model_bytes, num_devices, crosses_nodes=crosses, per_node=8),
         OPENRLHF: hardware.all_gather_s(model_bytes, num_devices // 2, crosses_nodes=num_devices > 16, per_node=8)
-        + hardware.send_s(model_bytes, crosses_nodes=crosses),
+        + hardware.send_s(model_bytes, crosses_nodes=crosses, senders=1),
     }
 
 

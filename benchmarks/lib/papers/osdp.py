@@ -128,9 +128,10 @@ class Stage:
     def work_s(self, batch: int) -> float:
         """Compute, all-reduces over tp and messages between stages for `batch` samples at once."""
         reduces = 6 if self.problem.recompute else 4
-        crosses, size_bytes = self.tp > self.hardware.devices_per_node, batch * SEQUENCE * ITEM
+        per_node, size_bytes = self.hardware.devices_per_node, batch * SEQUENCE * ITEM
+        crosses = self.tp > per_node
         tensor_s = sum(
-            reduces * self.hardware.all_reduce_s(hidden * size_bytes, self.tp, crosses_nodes=crosses)
+            reduces * self.hardware.all_reduce_s(hidden * size_bytes, self.tp, crosses_nodes=crosses, per_node=per_node)
             for hidden in self.hidden
         )
         messages_s = 0.0
@@ -141,9 +142,10 @@ class Stage:
 
 
 def stages(setting: Setting, dp: int, tp: int, pp: int) -> list[Stage]:
-    """Equal numbers of layers; data-parallel ranks are `tp` apart, and share one link between servers."""
+    """Equal numbers of layers; data-parallel ranks are `tp` apart; the GPUs of a server share its network."""
     hardware = setting.hardware
-    latency_s, bandwidth = hardware.link(dp * tp > hardware.devices_per_node, per_node=1)
+    per_node = max(hardware.devices_per_node // tp, 1)
+    latency_s, bandwidth = hardware.link(dp * tp > hardware.devices_per_node, per_node)
     links = Links(num_devices=dp, latency_s=latency_s, seconds_per_byte=1 / bandwidth)
     hidden = [size for layers, size in setting.parts for _ in range(layers)]
     bounds = [stage * len(hidden) // pp for stage in range(pp + 1)]

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from lib.papers.cells import REAL_ENGINE, Cell
+from lib.papers.cells import A100_PRINTED, REAL_ENGINE, Cell
 from lib.papers.plans import Planned
 from lib.papers.rows import Row, side_by_side
 from lib.papers.simulated import SEARCHED, Done, Simulated
@@ -26,7 +26,7 @@ def setting(actor: str, critic: str, num_devices: int, response: int) -> Cell:
     return Cell(
         algorithm="PPO", actor=f"llama2-{actor}", critic=f"llama2-{critic}", num_devices=num_devices,
         batch_size=BATCHES[response], prompt_tokens=128, new_tokens=response, mini_batches=MINI_BATCHES,
-        hardware="a100-80g", engine=REAL_ENGINE, steps_in_flight=2, systems=("heuristic", *OTHERS),
+        hardware=A100_PRINTED, engine=REAL_ENGINE, steps_in_flight=2, systems=("heuristic", *OTHERS),
     )  # fmt: skip
 
 
