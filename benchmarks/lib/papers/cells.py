@@ -23,6 +23,7 @@ DEVICES_PER_NODE = 8
 # ReaL and HybridFlow print 200 Gb/s between nodes; on a DGX A100, which `a100-80g` describes, each GPU has as much.
 A100, A100_PRINTED = "a100-80g", "a100-80g, 200 Gb/s a node"
 EVALUATIONS = 100_000
+OPEN = ("recomputation", "sequence_parallel", "data_parallel", "offload_states")  # choices of `PlanningTask`
 
 # ReaL's engine (tests/data/published_step_times.yaml has the same), and HybridFlow's: Megatron-LM with fp32 gradients.
 REAL_ENGINE = EngineFeatures(
@@ -40,7 +41,8 @@ class _Interface(InterfaceConfig):
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A setting; `systems`: plans besides the searched one, by rule (`realhf.planning.presets`) or of other
-    systems (`lib.papers.systems`). `large`: searched among fewer options (`lib.papers.large`)."""
+    systems (`lib.papers.systems`). `large`: searched among fewer options (`lib.papers.large`). `opens`: the search may
+    choose how trainings compute, too. `scaled`: constants of the hardware, and what they are multiplied with."""
 
     algorithm: str
     actor: str
@@ -57,11 +59,18 @@ class Cell:
     large: bool = False
     systems: tuple[str, ...] = ()
     evaluations: int = EVALUATIONS
+    opens: bool = True
+    scaled: tuple[tuple[str, float], ...] = ()
 
     @property
     def tokens(self) -> int:
         """Of a step, prompts and responses."""
         return self.batch_size * (self.prompt_tokens + self.new_tokens)
+
+    @property
+    def described(self) -> Hardware:
+        hardware = described(self.hardware)
+        return hardware.with_constants({name: by * hardware.constant(name) for name, by in self.scaled})
 
     @cached_property
     def calls(self) -> list[ModelFunctionCallDef]:
@@ -74,7 +83,7 @@ class Cell:
         calls: Sequence[ModelFunctionCallDef] = (),
     ) -> PlanningTask:
         """On `hardware`, for `engine` and of `calls`, if they are given, in place of the cell's own."""
-        hardware = hardware or described(self.hardware)
+        hardware = hardware or self.described
         cluster = Cluster(
             num_nodes=-(-self.num_devices // DEVICES_PER_NODE),
             devices_per_node=min(self.num_devices, DEVICES_PER_NODE),

@@ -40,6 +40,7 @@ BATCHES = range(1, 257)
 TRIED_BATCHES = sorted({m * 2**power for power in range(9) for m in (1, 3) if m * 2**power in BATCHES})
 SLICES, FEW_SLICES = (1, 2, 4), (1, 4)  # of data parallelism alone, and as a dimension of 3D
 COLUMNS = ("DP", "PP", "TP", "FSDP", "3D", "OSDP-base", "OSDP", "3D+OSDP")
+ROUNDING = 1e-6
 PURE = ("DP", "PP", "TP", "FSDP")
 GRANULARITIES, HIDDEN = (0, 4, 6, 8, 16), (768, 1024, 8192, 12288)
 
@@ -289,6 +290,9 @@ def rows(found: Found) -> Iterator[Row]:
     yield from gains("osdp-fig6", "over FSDP", of_16, "OSDP", ("FSDP",))
     yield from gains("osdp-3d", "over 3D", plain, "3D+OSDP", ("3D",))
     yield from gains("osdp-3d", "over the other baselines", plain, "3D+OSDP", PURE)
+    compared = [[columns.gain("3D+OSDP", other) for other in COLUMNS[:-1]] for columns in plain.values()]
+    first = [all(gain is None or gain > -ROUNDING for gain in each) for each in compared]
+    yield Row(figure="osdp-3d", case="columns where 3D+OSDP is first", value=100 * statistics.mean(first), unit="%")
     for setting, columns in plain.items():
         each = {name: (best := columns.best[name]) and best.samples_per_s for name in COLUMNS}
         yield from side_by_side("osdp-grid", setting.name, each, "samples/s")
@@ -296,6 +300,8 @@ def rows(found: Found) -> Iterator[Row]:
     yield from splitting({s: c for s, c in plain.items() if s.num_devices == 8})
     recomputed = {s: c for s, c in found.items() if s.recompute}
     yield from gains("osdp-fig9", "over FSDP", recomputed, "OSDP", ("FSDP",))
+    compute = [s.whole.seconds_per_sample / replace(s, recompute=False).whole.seconds_per_sample for s in recomputed]
+    yield Row(figure="osdp-fig9", case="compute of recomputation", value=100 * (statistics.mean(compute) - 1), unit="%")
 
 
 def gains(figure: str, case: str, found: Found, ours: str, others: Sequence[str]) -> Iterator[Row]:

@@ -97,7 +97,7 @@ def planned(cell: Cell, task: PlanningTask, prediction: Prediction) -> Planned:
                 pp=call.pp,
                 micro_batches=option.micro_batches,
                 seconds=seconds,
-                communication_s=max(seconds - free.call_models[name].seconds(*option.shape), 0.0),
+                communication_s=max(seconds - free.call_models[name].under(call.compute).seconds(*option.shape), 0.0),
             )
         )
     return Planned(
