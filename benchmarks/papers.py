@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lib.common import ROOT, argument_parser, case, finish
-from lib.papers import hybridflow, osdp, real, real_app
+from lib.papers import assumptions, hybridflow, osdp, real, real_app
 from lib.papers.cells import Cell
 from lib.papers.page import page
-from lib.papers.published import Limit, load_papers
+from lib.papers.published import Limit, load_papers, reproduces
 from lib.papers.rows import Row
 from lib.papers.simulated import Simulated, simulate_cell
 
@@ -40,7 +40,7 @@ MEASURES = (
     "scripts/calibrate_cost_model.py",
 )
 PAGE, PICTURES, RESULT = Path("docs/papers.md"), Path("docs/images/papers"), Path("benchmarks/results/papers.json")
-MODULES = (real, real_app, hybridflow)
+MODULES = (real, real_app, hybridflow, assumptions)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -72,14 +72,15 @@ def rows(done: Mapping[Cell, Simulated], found: osdp.Found, quick: bool) -> Iter
 
 
 def case_of(row: Row, known: float | Limit | None) -> dict[str, Any]:
-    """A row as a case: the baseline is the published value or bound. A value of 0 stands for no plan, too."""
+    """A row as a case: the baseline is the published value or bound, which the row holds to (`reproduces`). A value of
+    0 stands for no plan, too."""
     published = known.number if isinstance(known, Limit) else known
     value = row.value or 0.0
     return {
         **case(
             " ".join(filter(None, [row.figure, row.case, row.column])), value, row.unit,
             baseline=published, ratio=value / published if published else None, target=published or 0.0,
-            holds=known.holds(value) if isinstance(known, Limit) else row.value is not None,
+            holds=row.value is not None and (known is None or reproduces(known, row.value)),
         ),
         "row": {"figure": row.figure, "case": row.case, "value": row.value, "unit": row.unit, "column": row.column},
     }  # fmt: skip
@@ -114,7 +115,7 @@ def main() -> None:
 def draw(done: Mapping[Cell, Simulated], found: osdp.Found, quick: bool, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for module in MODULES:
+    for module in (real, real_app, hybridflow):
         module.pictures(done, quick, folder)
     osdp.pictures(found, folder)
 

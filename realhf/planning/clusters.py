@@ -40,6 +40,7 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Raises UserError for unknown hardware. `memory_gb` replaces the memory of the group."""
         given = self.device_memory_gb if memory_gb is None else memory_gb
         hardware = divided(with_memory(load_hardware(self.hardware), given), self.devices_per_node)
+        hardware = with_network_of(hardware, self.devices_per_node)
         return Cluster(num_nodes=self.nodes, devices_per_node=self.devices_per_node, hardware=hardware)
 
 
@@ -63,7 +64,15 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
         hardware = divided(hardware, sharing)
     if request.place == "here":
         check_here(hardware, is_given=bool(request.hardware))
+    hardware = with_network_of(hardware, per_node)
     return Cluster(num_nodes=request.nodes, devices_per_node=per_node, hardware=hardware)
+
+
+def with_network_of(hardware: Hardware, devices_per_node: int) -> Hardware:
+    """Nodes whose devices share the network, among as many of them as the cluster has in a node."""
+    if hardware.inter_node_shared_bandwidth is None:
+        return hardware
+    return msgspec.structs.replace(hardware, devices_per_node=devices_per_node)
 
 
 def devices_per_node(request: DevicesRequest, num_devices: int | None) -> int | None:

@@ -23,7 +23,7 @@ DIGITS = 4
 # The time of a transfer is a weighted sum of these constants (of their inverses) and parts.
 OF_TRANSFERS = (
     "intra_node_bandwidth", "intra_node_latency_s", "inter_node_bandwidth", "inter_node_send_bandwidth",
-    "inter_node_latency_s", "host_bandwidth", "reallocation",
+    "inter_node_shared_bandwidth", "inter_node_latency_s", "host_bandwidth", "reallocation",
 )  # fmt: skip
 
 

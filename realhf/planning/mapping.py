@@ -95,6 +95,11 @@ class Mapper:
     _options: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
     _static: dict[tuple[str, int], float] = field(default_factory=dict)
 
+    @cached_property
+    def mappings(self) -> list[FoundMapping]:
+        """`ranked()`, once."""
+        return self.ranked()
+
     def ranked(self, among: Sequence[Placement] | None = None) -> list[FoundMapping]:
         """The mappings of these placements (default: of all), the cheapest first. Raises UserError if none fits into
         memory, or there are too many to look at."""

@@ -111,23 +111,29 @@ def standalone(mapper: Mapper) -> ExecutionPlan:
 
 
 def hybridflow(mapper: Mapper) -> ExecutionPlan:
-    """HybridFlow's mapping; see `realhf.planning.mapping`.
+    """HybridFlow's mapping as its Algorithm 1 chooses it, by its own cost (`realhf.planning.mapping`). Raises UserError
+    where that has none."""
+    return mapper.task.plan(mapper.mappings[0].calls, preset="hybridflow")
 
-    Its cost of a mapping is a sum over stages, with a strategy chosen for each call by itself. So the placements that
-    are cheapest by that cost, and all models together, are priced as they would run, each with the strategies that are
-    best together; the fastest is taken, or the algorithm's own choice.
+
+def mapping(mapper: Mapper) -> ExecutionPlan:
+    """The best of HybridFlow's mappings as they would run.
+
+    Algorithm 1's cost of a mapping is a sum over stages, with a strategy chosen for each call by itself. So the
+    placements that are cheapest by that cost, and all models together, are priced here by the planner, each with the
+    strategies that are best together; the fastest is taken, or the algorithm's own choice.
     """
     task, plans = mapper.task, []
     try:
-        mappings = mapper.ranked()
-        plans = [task.plan(mappings[0].calls, preset="hybridflow")]
-        plans += [_best_on(task, mapping.meshes(task), "hybridflow") for mapping in mappings[:PRICED_MAPPINGS]]
+        mappings = mapper.mappings
+        plans = [task.plan(mappings[0].calls, preset="mapping")]
+        plans += [_best_on(task, mapping.meshes(task), "mapping") for mapping in mappings[:PRICED_MAPPINGS]]
     except UserError:
         if task.graph.pools:
             raise
     for plan in plans:
         check_confined(plan, task.graph)  # the algorithm knows no pools
-    plans.append(_best_on(task, _all_devices(task), "hybridflow"))
+    plans.append(_best_on(task, _all_devices(task), "mapping"))
     predicted = [predict_in_best_order(task, plan) for plan in plans]
     return min(predicted, key=lambda each: (not each.fits, each.step_s)).plan
 
@@ -154,21 +160,51 @@ def heuristic(task: PlanningTask) -> ExecutionPlan:
     within a node, data parallelism with the rest, and pipeline stages only where dp would not divide a mini-batch, or
     the models would not fit.
 
-    Each call takes the fastest number of micro-batches that fits into memory beside all models, or else the one that
-    needs least. The plan may not fit. Raises UserError if no strategy is legal for all calls.
+    The plan may not fit. Raises UserError if no strategy is legal for all calls.
     """
+    counts = _alike(task, "heuristic")
+    strategy = min(counts, key=lambda s: (max(_lacking_bytes(task, s, counts[s]).values()), -s.tp, -s.dp))
+    return _all_in(task, strategy, counts[strategy], "heuristic")
+
+
+def real_heuristic(task: PlanningTask) -> ExecutionPlan:
+    """All calls in one strategy on all devices, as ReaL (arXiv 2406.14088v1, section 8) compares with: tensor
+    parallelism within a node and pipeline stages across nodes, whatever memory there is. As much of both as is legal
+    for all calls; data parallelism with what is left.
+
+    The plan may not fit. Raises UserError if no strategy is legal for all calls.
+    """
+    nodes, counts = task.cluster.num_nodes, _alike(task, "real-heuristic")
+
+    def preference(s: ParallelStrategy) -> tuple[int, bool, int]:
+        in_nodes = nodes % s.pp == 0
+        return s.tp, in_nodes, s.pp if in_nodes else -s.pp
+
+    strategy = max(counts, key=preference)
+    return _all_in(task, strategy, counts[strategy], "real-heuristic")
+
+
+def _alike(task: PlanningTask, preset: str) -> dict[ParallelStrategy, dict[str, Sequence[int]]]:
+    """The strategies on all devices that are legal for all calls, with tp within a node, and the numbers of
+    micro-batches of each call. Raises UserError if there are none."""
     models, num_devices = task.call_models, task.cluster.num_devices
     legal = {name: dict(call_strategies(model.call, num_devices, model.samples)) for name, model in models.items()}
     common = set.intersection(*map(set, legal.values()))
     within_node = [strategy for strategy in common if task.cluster.devices_per_node % strategy.tp == 0]
     if not within_node:
         raise UserError(
-            f"heuristic plan: no (dp, tp, pp) on {num_devices} devices is legal for all calls with "
+            f"{preset} plan: no (dp, tp, pp) on {num_devices} devices is legal for all calls with "
             f"batch_size={task.batch_size}; choose another number of devices or a batch size that it divides"
         )
-    counts = {strategy: {name: legal[name][strategy] for name in models} for strategy in within_node}
-    strategy = min(within_node, key=lambda s: (max(_lacking_bytes(task, s, counts[s]).values()), -s.tp, -s.dp))
-    taken = counts[strategy]
+    return {strategy: {name: legal[name][strategy] for name in models} for strategy in within_node}
+
+
+def _all_in(
+    task: PlanningTask, strategy: ParallelStrategy, counts: Mapping[str, Sequence[int]], preset: str
+) -> ExecutionPlan:
+    """All calls in a strategy on all devices. Each takes the fastest number of micro-batches that fits into memory
+    beside all models, or else the one that needs least."""
+    models, taken = task.call_models, dict(counts)
     # Calls that leave something come first: the others choose beside it.
     for model in sorted(models.values(), key=lambda model: not model.call.generates):
         name = model.call.name
@@ -178,8 +214,8 @@ def heuristic(task: PlanningTask) -> ExecutionPlan:
             return max(lacking.values()), lacking[name], model.seconds(strategy, count)
 
         taken[name] = [min(taken[name], key=key)]
-    layout = Layout(DeviceMesh(0, num_devices), strategy)
-    return task.plan({name: Option(layout, count).call_plan() for name, [count] in taken.items()}, preset="heuristic")
+    layout = Layout(DeviceMesh(0, task.cluster.num_devices), strategy)
+    return task.plan({name: Option(layout, count).call_plan() for name, [count] in taken.items()}, preset=preset)
 
 
 def _lacking_bytes(
@@ -203,8 +239,10 @@ def _lacking_bytes(
 
 PRESETS: dict[str, Callable[[Mapper], ExecutionPlan]] = {
     "heuristic": lambda mapper: heuristic(mapper.task),
+    "real-heuristic": lambda mapper: real_heuristic(mapper.task),
     "colocate": lambda mapper: colocate(mapper.task),
     "split": lambda mapper: split(mapper.task),
     "standalone": standalone,
     "hybridflow": hybridflow,
+    "mapping": mapping,
 }

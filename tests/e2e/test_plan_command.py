@@ -34,7 +34,8 @@ def test_128_devices_are_compared(tmp_path: Path) -> None:
     assert "16 x 8 h100" in printed
     content = json.loads((tmp_path / "out.json").read_bytes())
     plans = {plan["name"]: plan for plan in content["plans"]}
-    assert list(plans) == ["searched", "heuristic", "colocate", "split", "standalone", "hybridflow"]
+    rules = ["heuristic", "real-heuristic", "colocate", "split", "standalone", "hybridflow", "mapping"]
+    assert list(plans) == ["searched", *rules]
     feasible = [plan["step_s"] for plan in plans.values() if plan["feasible"]]
     assert len(feasible) >= 5
     # The search sees all of these plans; what its budget leaves on the table is small.

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar
+
+from msgspec import structs
 
 from realhf.architecture.named import architecture
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
@@ -18,7 +20,10 @@ from realhf.planning.model.workload import Workload
 from realhf.planning.task import PlanningTask
 
 DEVICES_PER_NODE = 8
+# ReaL and HybridFlow print 200 Gb/s between nodes; on a DGX A100, which `a100-80g` describes, each GPU has as much.
+A100, A100_PRINTED = "a100-80g", "a100-80g, 200 Gb/s a node"
 EVALUATIONS = 100_000
+OPEN = ("recomputation", "sequence_parallel", "data_parallel", "offload_states")  # choices of `PlanningTask`
 
 # ReaL's engine (tests/data/published_step_times.yaml has the same), and HybridFlow's: Megatron-LM with fp32 gradients.
 REAL_ENGINE = EngineFeatures(
@@ -36,7 +41,8 @@ class _Interface(InterfaceConfig):
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A setting; `systems`: plans besides the searched one, by rule (`realhf.planning.presets`) or of other
-    systems (`lib.papers.systems`). `large`: searched among fewer options (`lib.papers.large`)."""
+    systems (`lib.papers.systems`). `large`: searched among fewer options (`lib.papers.large`). `opens`: the search may
+    choose how trainings compute, too. `scaled`: constants of the hardware, and what they are multiplied with."""
 
     algorithm: str
     actor: str
@@ -53,11 +59,18 @@ class Cell:
     large: bool = False
     systems: tuple[str, ...] = ()
     evaluations: int = EVALUATIONS
+    opens: bool = True
+    scaled: tuple[tuple[str, float], ...] = ()
 
     @property
     def tokens(self) -> int:
         """Of a step, prompts and responses."""
         return self.batch_size * (self.prompt_tokens + self.new_tokens)
+
+    @property
+    def described(self) -> Hardware:
+        hardware = described(self.hardware)
+        return hardware.with_constants({name: by * hardware.constant(name) for name, by in self.scaled})
 
     @cached_property
     def calls(self) -> list[ModelFunctionCallDef]:
@@ -70,7 +83,7 @@ class Cell:
         calls: Sequence[ModelFunctionCallDef] = (),
     ) -> PlanningTask:
         """On `hardware`, for `engine` and of `calls`, if they are given, in place of the cell's own."""
-        hardware = hardware or load_hardware(self.hardware)
+        hardware = hardware or self.described
         cluster = Cluster(
             num_nodes=-(-self.num_devices // DEVICES_PER_NODE),
             devices_per_node=min(self.num_devices, DEVICES_PER_NODE),
@@ -89,6 +102,15 @@ class Cell:
             max_steps_in_flight=self.steps_in_flight,
             dtype="bfloat16",
         )  # fmt: skip
+
+
+@lru_cache
+def described(name: str) -> Hardware:
+    """The description of a cell's hardware."""
+    if name != A100_PRINTED:
+        return load_hardware(name)
+    hardware = load_hardware(A100)
+    return structs.replace(hardware, inter_node_shared_bandwidth=hardware.inter_node_bandwidth)
 
 
 def _calls(rows: Sequence[tuple[str, str, Kind, str, str]], mini_batches: int) -> Sequence[ModelFunctionCallDef]:

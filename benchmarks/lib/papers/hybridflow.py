@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lib.hybridflow_transition import Engine, transition
-from lib.papers.cells import HYBRIDFLOW_ENGINE, Cell
+from lib.papers.cells import A100_PRINTED, HYBRIDFLOW_ENGINE, Cell, described
 from lib.papers.plans import fastest
 from lib.papers.rows import Row, side_by_side
 from lib.papers.simulated import SEARCHED, Done, Simulated
@@ -15,15 +15,21 @@ from lib.papers.svg import Bars, Lines
 from realhf.architecture.named import architecture
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import options_on
 
-HARDWARE, ITEM = "a100-80g", 2
+HARDWARE, ITEM = A100_PRINTED, 2
 # The numbers of GPUs of Figures 9 and 12; the first is the least on which all four models fit.
 CLUSTERS = {"7b": (8, 16, 32, 64, 128), "13b": (16, 32, 64, 96, 128), "34b": (32, 64, 96, 128), "70b": (64, 96, 128)}
 MIXED = (64, 96, 128)  # of Figure 13
-MAPPING, DEEPSPEED, OPENRLHF = "hybridflow", "DeepSpeed-Chat", "OpenRLHF"
-PLACEMENTS = (SEARCHED, MAPPING, "colocate", "split", "standalone")
+MAPPING, OWN_MAPPING, DEEPSPEED, OPENRLHF = "hybridflow", "mapping", "DeepSpeed-Chat", "OpenRLHF"
+PLAIN = ("colocate", "split", "standalone")
+PLACEMENTS = (SEARCHED, OWN_MAPPING, MAPPING, *PLAIN)
+# The placement that the paper has first, by size and devices.
+FIRST = {
+    **{("13b", n): "colocate" for n in (16, 32, 64)}, ("13b", 96): "split", ("13b", 128): "standalone",
+    **{("34b", n): "colocate" for n in (32, 64)}, ("34b", 96): "split", ("34b", 128): "split",
+}  # fmt: skip
+FIRST_MIXED = {64: "colocate", 96: "split"}
 # (p, t) of training, and of generation.
 TRANSITIONS = {"7b": ((1, 8), (1, 2)), "13b": ((1, 8), (1, 4)), "34b": ((2, 8), (1, 4)), "70b": ((4, 8), (1, 8))}
 ENGINES: dict[Engine, str] = {
@@ -38,7 +44,7 @@ def setting(algorithm: str, actor: str, critic: str, num_devices: int) -> Cell:
         algorithm=algorithm, actor=f"llama2-{actor}", critic=f"llama2-{critic}", num_devices=num_devices,
         batch_size=1024, prompt_tokens=1024, new_tokens=1024, mini_batches=8, hardware=HARDWARE,
         engine=HYBRIDFLOW_ENGINE, searches=is_ppo,
-        systems=(*PLACEMENTS[1:], DEEPSPEED, OPENRLHF) if is_ppo else (MAPPING, OPENRLHF),
+        systems=(*PLACEMENTS[1:], DEEPSPEED, OPENRLHF) if is_ppo else (MAPPING, OWN_MAPPING, OPENRLHF),
     )  # fmt: skip
 
 
@@ -73,9 +79,10 @@ def cells(quick: bool) -> list[Cell]:
 def rows(done: Done, quick: bool) -> Iterator[Row]:
     yield from speed_ups(done, quick)
     yield from throughput("hf-fig9", {f"{s.upper()}, {n} GPUs": c for (s, n), c in ppo(quick).items()}, done,
-                          (SEARCHED, MAPPING, DEEPSPEED, OPENRLHF))  # fmt: skip
+                          (SEARCHED, OWN_MAPPING, MAPPING, DEEPSPEED, OPENRLHF))  # fmt: skip
     sizes = ("7b",) if quick else ("13b", "34b")
     chosen = {f"{s.upper()}, {n} GPUs": cell for (s, n), cell in ppo(quick).items() if s in sizes}
+    yield from placements(done, quick)
     yield from throughput("hf-fig12", chosen, done, PLACEMENTS)
     yield from throughput("hf-fig13", {f"{n} GPUs": cell for n, cell in mixed(quick).items()}, done, PLACEMENTS)
     yield from shares(done, quick)
@@ -94,6 +101,42 @@ def throughput(figure: str, chosen: dict[str, Cell], done: Done, plans: tuple[st
         each = {name: tokens_per_s(cell, done[cell], name) for name in plans}
         columns = {name: value and value / 1000 for name, value in each.items()}
         yield from side_by_side(figure, case, columns, "1000 tokens/s")
+
+
+def placements(done: Done, quick: bool) -> Iterator[Row]:
+    """Figures 12 and 13: whether the placement that the paper has first is no slower than the other two, and its
+    algorithm than all three; and the devices that the paper prints."""
+    for (size, n), cell in ppo(quick).items():
+        found, case = done[cell], f"{size.upper()}, {n} GPUs"
+        if first := FIRST.get((size, n)):
+            for name in (first, MAPPING):
+                yield Row(figure="hf-fig12", case=f"{case}: {name} over the others", value=over(found, name), unit="x")
+    if alone := None if quick else done[ppo(quick)["13b", 128]].plans["standalone"]:
+        for call in alone.calls:
+            if call.name.endswith(("train_step", "reference_inference", "reward_inference")):
+                case = f"13B, 128 GPUs, standalone: {call.name.split('_')[0]}"
+                yield Row(figure="hf-fig12", case=case, value=float(call.num_devices), unit="GPUs")
+    gains = []
+    for n, cell in mixed(quick).items():
+        if first := FIRST_MIXED.get(n):
+            value = over(done[cell], first)
+            yield Row(figure="hf-fig13", case=f"{n} GPUs: {first} over the others", value=value, unit="x")
+        if n <= 64:
+            each = [gain for other in PLAIN[1:] if (gain := done[cell].gain("colocate", other))]
+            gains += [100 * (gain - 1) for gain in each]
+    mean = statistics.mean(gains) if gains else None
+    yield Row(figure="hf-fig13", case="up to 64 GPUs: colocate over the others, mean gain", value=mean, unit="%")
+    if mapped := None if quick else done[mixed(quick)[128]].plans[MAPPING]:
+        for call in mapped.calls:
+            if call.name.endswith(("train_step", "reference_inference", "reward_inference")):
+                case = f"128 GPUs, hybridflow: {call.name.split('_')[0]}"
+                yield Row(figure="hf-fig13", case=case, value=float(call.num_devices), unit="GPUs")
+
+
+def over(found: Simulated, name: str) -> float | None:
+    """By which factor a plan is faster than the fastest other placement; None where it has no plan, or is alone."""
+    gains = [gain for other in PLAIN if other != name and (gain := found.gain(name, other))]
+    return min(gains, default=None)
 
 
 def speed_ups(done: Done, quick: bool) -> Iterator[Row]:
@@ -157,7 +200,7 @@ def table_2() -> Iterator[Row]:
 def transition_s(size: str, num_devices: int) -> dict[str, float]:
     """Seconds by engine. HybridFlow gathers in micro-dp groups of neighbours, over nodes where stages are joined;
     DeepSpeed-Chat over all devices; OpenRLHF gathers the actor's half of them, and sends the model once."""
-    hardware, crosses = load_hardware(HARDWARE), num_devices > 8
+    hardware, crosses = described(HARDWARE), num_devices > 8
     model_bytes = float(parameter_count(architecture(f"llama2-{size}")) * ITEM)
     (p, t), (generation_p, generation_t) = TRANSITIONS[size]
     group, per_node = p * t // (generation_p * generation_t), t // generation_t
@@ -168,12 +211,13 @@ def transition_s(size: str, num_devices: int) -> dict[str, float]:
         ),
         DEEPSPEED: hardware.all_gather_s(model_bytes, num_devices, crosses_nodes=crosses, per_node=8),
         OPENRLHF: hardware.all_gather_s(model_bytes, num_devices // 2, crosses_nodes=num_devices > 16, per_node=8)
-        + hardware.send_s(model_bytes, crosses_nodes=crosses),
+        + hardware.send_s(model_bytes, crosses_nodes=crosses, senders=1),
     }
 
 
 def transitions(quick: bool) -> Iterator[Row]:
     reductions: dict[str, list[float]] = {DEEPSPEED: [], OPENRLHF: []}
+    saved: list[float] = []
     for size, each in clusters(quick).items():
         for num_devices in each:
             p, t = TRANSITIONS[size][0]
@@ -183,11 +227,14 @@ def transitions(quick: bool) -> Iterator[Row]:
             yield from side_by_side("hf-fig14", f"{size.upper()}, {num_devices} GPUs", seconds, "s")
             for other, found in reductions.items():
                 found.append(100 * (1 - seconds[MAPPING] / seconds[other]))
+                saved.append(seconds[other] - seconds[MAPPING])
     yield Row(
         figure="hf-fig14", case="mean", value=statistics.mean([*reductions[DEEPSPEED], *reductions[OPENRLHF]]), unit="%"
     )
     for other, found in reductions.items():
         yield Row(figure="hf-fig14", case=f"greatest over {other}", value=max(found), unit="%")
+    yield Row(figure="hf-fig14", case="mean, seconds", value=statistics.mean(saved), unit="s")
+    yield Row(figure="hf-fig14", case="greatest, seconds", value=max(saved), unit="s")
 
 
 def tensor_parallelism(quick: bool) -> Iterator[Row]:
@@ -209,9 +256,11 @@ def tensor_parallelism(quick: bool) -> Iterator[Row]:
         yield from side_by_side(
             "hf-fig15", size.upper(), {f"tp {tp}": value for tp, value in seconds.items()}, "s"
         )  # fmt: skip
-        fitting = [value for value in seconds.values() if value]
-        cut = 100 * (1 - min(fitting) / max(fitting))
-        yield Row(figure="hf-fig15", case=f"{size.upper()}, best against slowest", value=cut, unit="%")
+        fitting = {tp: value for tp, value in seconds.items() if value}
+        best, in_training = min(fitting, key=lambda tp: fitting[tp]), fitting.get(8)
+        cut = 100 * (1 - fitting[best] / in_training) if in_training else None
+        yield Row(figure="hf-fig15", case=f"{size.upper()}, best tp", value=float(best), unit="")
+        yield Row(figure="hf-fig15", case=f"{size.upper()}, best against tp 8", value=cut, unit="%")
 
 
 def pictures(done: Done, quick: bool, folder: Path) -> None:

@@ -40,6 +40,7 @@ BATCHES = range(1, 257)
 TRIED_BATCHES = sorted({m * 2**power for power in range(9) for m in (1, 3) if m * 2**power in BATCHES})
 SLICES, FEW_SLICES = (1, 2, 4), (1, 4)  # of data parallelism alone, and as a dimension of 3D
 COLUMNS = ("DP", "PP", "TP", "FSDP", "3D", "OSDP-base", "OSDP", "3D+OSDP")
+ROUNDING = 1e-6
 PURE = ("DP", "PP", "TP", "FSDP")
 GRANULARITIES, HIDDEN = (0, 4, 6, 8, 16), (768, 1024, 8192, 12288)
 
@@ -128,9 +129,10 @@ class Stage:
     def work_s(self, batch: int) -> float:
         """Compute, all-reduces over tp and messages between stages for `batch` samples at once."""
         reduces = 6 if self.problem.recompute else 4
-        crosses, size_bytes = self.tp > self.hardware.devices_per_node, batch * SEQUENCE * ITEM
+        per_node, size_bytes = self.hardware.devices_per_node, batch * SEQUENCE * ITEM
+        crosses = self.tp > per_node
         tensor_s = sum(
-            reduces * self.hardware.all_reduce_s(hidden * size_bytes, self.tp, crosses_nodes=crosses)
+            reduces * self.hardware.all_reduce_s(hidden * size_bytes, self.tp, crosses_nodes=crosses, per_node=per_node)
             for hidden in self.hidden
         )
         messages_s = 0.0
@@ -141,9 +143,10 @@ class Stage:
 
 
 def stages(setting: Setting, dp: int, tp: int, pp: int) -> list[Stage]:
-    """Equal numbers of layers; data-parallel ranks are `tp` apart, and share one link between servers."""
+    """Equal numbers of layers; data-parallel ranks are `tp` apart; the GPUs of a server share its network."""
     hardware = setting.hardware
-    latency_s, bandwidth = hardware.link(dp * tp > hardware.devices_per_node, per_node=1)
+    per_node = max(hardware.devices_per_node // tp, 1)
+    latency_s, bandwidth = hardware.link(dp * tp > hardware.devices_per_node, per_node)
     links = Links(num_devices=dp, latency_s=latency_s, seconds_per_byte=1 / bandwidth)
     hidden = [size for layers, size in setting.parts for _ in range(layers)]
     bounds = [stage * len(hidden) // pp for stage in range(pp + 1)]
@@ -287,6 +290,9 @@ def rows(found: Found) -> Iterator[Row]:
     yield from gains("osdp-fig6", "over FSDP", of_16, "OSDP", ("FSDP",))
     yield from gains("osdp-3d", "over 3D", plain, "3D+OSDP", ("3D",))
     yield from gains("osdp-3d", "over the other baselines", plain, "3D+OSDP", PURE)
+    compared = [[columns.gain("3D+OSDP", other) for other in COLUMNS[:-1]] for columns in plain.values()]
+    first = [all(gain is None or gain > -ROUNDING for gain in each) for each in compared]
+    yield Row(figure="osdp-3d", case="columns where 3D+OSDP is first", value=100 * statistics.mean(first), unit="%")
     for setting, columns in plain.items():
         each = {name: (best := columns.best[name]) and best.samples_per_s for name in COLUMNS}
         yield from side_by_side("osdp-grid", setting.name, each, "samples/s")
@@ -294,6 +300,8 @@ def rows(found: Found) -> Iterator[Row]:
     yield from splitting({s: c for s, c in plain.items() if s.num_devices == 8})
     recomputed = {s: c for s, c in found.items() if s.recompute}
     yield from gains("osdp-fig9", "over FSDP", recomputed, "OSDP", ("FSDP",))
+    compute = [s.whole.seconds_per_sample / replace(s, recompute=False).whole.seconds_per_sample for s in recomputed]
+    yield Row(figure="osdp-fig9", case="compute of recomputation", value=100 * (statistics.mean(compute) - 1), unit="%")
 
 
 def gains(figure: str, case: str, found: Found, ours: str, others: Sequence[str]) -> Iterator[Row]:

@@ -2,21 +2,22 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lib.papers.published import Figure, Limit, Paper
+from lib.papers.published import Figure, Limit, Paper, distance, reproduces
 from lib.papers.rows import Row
 
 ROUNDING = 1e-5  # less is shown as 0
-NO_PLAN = "no plan"
+NO_PLAN, NOT_APPLICABLE, NOT_EXPLAINED = "no plan", "not applicable", "not explained"
+BANDS = (0.05, 0.25, 0.5)
 
 TITLE = """\
 # The papers' figures, ours beside them
 
 Tables and figures of the papers that this project follows, each with what is printed and what this project has. Every
 number on this page is from `benchmarks/results/papers.json` or `benchmarks/published/*.yaml`, and the page is made from
-them by one command (about ten minutes on two cores; `--quick` for a look):
+them by one command (about twenty minutes on two cores; `--quick` for a look):
 
 ```sh
 python benchmarks/papers.py
@@ -27,11 +28,13 @@ NOTHING = "The planner has changed since that was last run, so there are no figu
 
 LABELS = """\
 Ours is simulated: predicted by the [cost model](cost_model.md) and the simulator of the planner, the same on every
-machine; plans are searched with a fixed seed and number of evaluations. What is measured stands on
-[measurements.md](measurements.md). *Error* is ours over the published value, less 1; for a bound it says whether it
-holds. A dash: no value is printed. *No plan*: none fits into memory, or no division of the batch or the model is legal.
-Nothing was fitted to the values of this page but the constants of the H100, to ReaL's tables of calls; where these
-tables are shown, each is predicted from the others alone.
+machine; plans are searched with a fixed seed and number of evaluations, with the choices of computation open. What is
+measured stands on [measurements.md](measurements.md). *Error* is ours over the published value, less 1; for a bound it
+says whether it holds. A dash: no value is printed. *No plan*: none fits into memory, or no division of the batch or the
+model is legal. *Not applicable*: a value is published, and there is none of ours. A value reproduces if it is within
+25 % of the published one. Where it does not, its row has what explains it, or *not explained*. Nothing was fitted to
+the values of this page but the constants of the H100, to ReaL's tables of calls; where these tables are shown, each is
+predicted from the others alone.
 """
 
 LIMITS = """\
@@ -63,11 +66,71 @@ def page(papers: Sequence[Paper], result: Mapping[str, Any] | None) -> str:
     if result is None:
         return "\n".join([TITLE.replace("`benchmarks/results/papers.json`", "the command's results"), NOTHING])
     rows = of_results(result["results"])
-    parts = [TITLE, prose(LABELS) + "\n", LIMITS]
+    parts = [TITLE, "\n".join(summary(papers, rows)) + "\n", prose(LABELS) + "\n", LIMITS]
     for paper in papers:
         parts += [f"## {paper.name}\n", prose(f"{paper.source}. {paper.testbed}") + "\n"]
         parts += [section(figure, [row for row in rows if row.figure == figure.id]) for figure in paper.figures]
     return "\n".join(parts)
+
+
+@dataclass
+class Count:
+    """Of published values: how many are printed, not applicable, points within each of BANDS, bounds and those that
+    hold, and those that are not reproduced for no known reason."""
+
+    printed: int = 0
+    not_applicable: int = 0
+    points: int = 0
+    within: list[int] = field(default_factory=lambda: [0] * len(BANDS))
+    bounds: int = 0
+    hold: int = 0
+    not_explained: int = 0
+
+    def __add__(self, other: "Count") -> "Count":
+        pairs = zip(self.within, other.within, strict=True)
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "within"}
+        return Count(**sums, within=[a + b for a, b in pairs])
+
+    def line(self, name: str) -> str:
+        within = " | ".join(map(str, self.within))
+        numbers = f"{self.printed} | {self.not_applicable} | {self.points} | {within} | {self.hold} of {self.bounds}"
+        return f"| {name} | {numbers} | {self.not_explained} |"
+
+
+def count(figure: Figure, rows: Sequence[Row]) -> Count:
+    """Over the printed values of a figure; what is derived from them does not count."""
+    ours, found = {row.case: row.value for row in rows if row.figure == figure.id and not row.column}, Count()
+    for case, known in figure.values.items():
+        if case in figure.derived:
+            continue
+        found.printed, value = found.printed + 1, ours.get(case)
+        if value is None:
+            found.not_applicable += 1
+            continue
+        if isinstance(known, Limit):
+            found.bounds, found.hold = found.bounds + 1, found.hold + known.holds(value)
+        else:
+            found.points += 1
+            found.within = [n + (distance(known, value) <= band) for n, band in zip(found.within, BANDS, strict=True)]
+        found.not_explained += not reproduces(known, value) and case not in figure.reasons
+    return found
+
+
+def summary(papers: Sequence[Paper], rows: Sequence[Row]) -> Iterator[str]:
+    """What reproduces: by paper, and by section."""
+    of = {figure.id: count(figure, rows) for paper in papers for figure in paper.figures}
+    sums = {paper.name: sum((of[figure.id] for figure in paper.figures), Count()) for paper in papers}
+    heading = "printed values | not applicable | points | within 5 % | 25 % | 50 % | bounds that hold | not explained |"
+    yield from ("## What reproduces", "")
+    yield from (f"| paper | {heading}", "|---" * 9 + "|")
+    for paper in papers:
+        yield sums[paper.name].line(f"{paper.name}: {paper.source}")
+    yield from (sum(sums.values(), Count()).line("all"), "")
+    yield from (f"| section | {heading}", "|---" * 9 + "|")
+    for paper in papers:
+        for figure in paper.figures:
+            if of[figure.id].printed:
+                yield of[figure.id].line(f"{paper.name}, {figure.title}")
 
 
 def section(figure: Figure, rows: Sequence[Row]) -> str:
@@ -77,6 +140,11 @@ def section(figure: Figure, rows: Sequence[Row]) -> str:
         blocks.append(prose(f"The paper: {figure.says}"))
     if figure.not_reproduced:
         blocks.append(prose(f"**Not reproduced.** {figure.not_reproduced}"))
+    missing = figure.values.keys() - {row.case for row in rows if not row.column}
+    rows = [
+        *rows,
+        *(Row(figure=figure.id, case=case, value=None, unit="") for case in figure.values if case in missing),
+    ]
     if alone := [row for row in rows if not row.column]:
         blocks.append("\n".join(beside_published(figure, alone)))
     if columns := [row for row in rows if row.column]:
@@ -88,11 +156,21 @@ def section(figure: Figure, rows: Sequence[Row]) -> str:
 
 
 def beside_published(figure: Figure, rows: Sequence[Row]) -> Iterator[str]:
-    yield "| | published | ours | error |"
-    yield "|---|---|---|---|"
+    yield "| | published | ours | error | why |"
+    yield "|---|---|---|---|---|"
     for row in rows:
         known = figure.values.get(row.case)
-        yield f"| {row.case} | {published(known, row.unit)} | {shown(row)} | {error(known, row.value)} |"
+        printed = published(known, row.unit) + (" (derived)" if row.case in figure.derived else "")
+        ours = NOT_APPLICABLE if known is not None and row.value is None else shown(row)
+        yield f"| {row.case} | {printed} | {ours} | {error(known, row.value)} | {why(figure, row)} |"
+
+
+def why(figure: Figure, row: Row) -> str:
+    """What explains a value that does not reproduce, or that nothing does."""
+    known = figure.values.get(row.case)
+    if known is None or row.value is None or reproduces(known, row.value):
+        return ""
+    return " ".join(figure.reasons.get(row.case, NOT_EXPLAINED).split())
 
 
 def side_by_side(rows: Sequence[Row]) -> Iterator[str]:

@@ -97,7 +97,7 @@ def planned(cell: Cell, task: PlanningTask, prediction: Prediction) -> Planned:
                 pp=call.pp,
                 micro_batches=option.micro_batches,
                 seconds=seconds,
-                communication_s=max(seconds - free.call_models[name].seconds(*option.shape), 0.0),
+                communication_s=max(seconds - free.call_models[name].under(call.compute).seconds(*option.shape), 0.0),
             )
         )
     return Planned(
@@ -122,5 +122,7 @@ def planned(cell: Cell, task: PlanningTask, prediction: Prediction) -> Planned:
 
 def _free_links(hardware: Hardware) -> Hardware:
     """The same devices, with links that take no time: what is left is not communication."""
+    rates: dict[str, float | None] = dict.fromkeys(("intra_node_bandwidth", "inter_node_bandwidth"), 1e24)
+    rates |= dict.fromkeys(("inter_node_send_bandwidth", "inter_node_shared_bandwidth"), None)
     latencies = dict.fromkeys(("intra_node_latency_s", "inter_node_latency_s"), 0.0)
-    return msgspec.structs.replace(hardware, intra_node_bandwidth=1e24, inter_node_bandwidth=1e24, **latencies)
+    return msgspec.structs.replace(hardware, **rates, **latencies)

@@ -7,6 +7,7 @@ import msgspec
 from realhf.base.errors import UserError
 
 FOLDER = Path(__file__).parents[2] / "published"
+NEAR = 0.25  # of a published value: further away a value does not reproduce it
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,6 +17,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     at_least: float | None = None
 
     def holds(self, value: float) -> bool:
+        """Whether a value keeps to the bound."""
         return (self.at_most is None or value <= self.at_most) and (self.at_least is None or value >= self.at_least)
 
     @property
@@ -26,25 +28,45 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return bound
 
 
+def distance(known: float, value: float) -> float:
+    """How far a value is from a published one, relative to that; infinite where 0 is published, and another found."""
+    return abs(value / known - 1) if known else (0.0 if value == known else float("inf"))
+
+
+def reproduces(known: float | Limit, value: float) -> bool:
+    """Whether a value keeps to a published bound, or is within 25 % of a published value."""
+    return known.holds(value) if isinstance(known, Limit) else distance(known, value) <= NEAR
+
+
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table, a figure or a passage of a paper.
 
     setting: what was measured, and what is assumed here where the paper does not say it.
     values: by case what the paper prints. Cases without a value: drawn only, or not known here.
     says: what the paper says in words.
-    why: what explains the distance of ours, where it is known.
+    derived: the cases of `values` that the paper does not print: computed here from what it prints. They do not count.
+    reasons: by case what explains the distance of ours, where it is known.
+    why: the same of all of it.
     not_reproduced: why there is nothing of ours.
     pictures: names of SVG files beside the page.
+
+    Raises ValueError for a case in `derived` or `reasons` that has no value.
     """
 
     id: str
     title: str
     setting: str
     values: dict[str, float | Limit] = {}
+    derived: tuple[str, ...] = ()
+    reasons: dict[str, str] = {}
     says: str = ""
     why: str = ""
     not_reproduced: str = ""
     pictures: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := sorted({*self.derived, *self.reasons} - set(self.values)):
+            raise ValueError(f"figure {self.id}: no value of {', '.join(unknown)}; write them as in `values`")
 
 
 class Paper(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lib.papers.cells import Cell
+from lib.papers.cells import OPEN, Cell
 from lib.papers.large import fewer_options
 from lib.papers.plans import Planned, planned
 from lib.papers.systems import SYSTEMS
 
 from realhf.base.errors import UserError
+from realhf.planning.mapping import Mapper
 from realhf.planning.options import chosen
 from realhf.planning.predict import predict_in_best_order
 from realhf.planning.presets import evaluate_preset
@@ -47,12 +48,15 @@ def simulate_cell(cell: Cell) -> Simulated:
     """Searches from a fixed seed, and predicts."""
     task = cell.task()
     found = _searched(cell, task) if cell.searches else Simulated(plans={})
-    others = {name: SYSTEMS[name](cell) if name in SYSTEMS else _by_rule(cell, task, name) for name in cell.systems}
+    mapper = Mapper(task)
+    others = {name: SYSTEMS[name](cell) if name in SYSTEMS else _by_rule(cell, mapper, name) for name in cell.systems}
     return replace(found, plans={**found.plans, **others})
 
 
 def _searched(cell: Cell, task: PlanningTask) -> Simulated:
-    """The searched plan alone; on a `large` cluster among fewer options."""
+    """The searched plan alone; on a `large` cluster among fewer options, which are computed as they are set up."""
+    if cell.opens and not cell.large:
+        task = replace(task, open_choices=dict.fromkeys(task.graph.models, OPEN))
     budget = SearchBudget(evaluations=cell.evaluations)
     try:
         if not cell.large:
@@ -72,6 +76,6 @@ def _searched(cell: Cell, task: PlanningTask) -> Simulated:
     return Simulated(plans={SEARCHED: planned(cell, task, prediction)}, gap=gap)
 
 
-def _by_rule(cell: Cell, task: PlanningTask, name: str) -> Planned | None:
-    rule = evaluate_preset(name, task)
-    return planned(cell, task, rule.prediction) if rule.prediction and not rule.problem else None
+def _by_rule(cell: Cell, mapper: Mapper, name: str) -> Planned | None:
+    rule = evaluate_preset(name, mapper.task, mapper).fitting
+    return planned(cell, mapper.task, rule) if rule else None

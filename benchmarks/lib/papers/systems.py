@@ -12,8 +12,7 @@ from lib.papers.plans import Planned, fastest, planned
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, ParallelStrategy
 from realhf.planning.mapping import allocations
-from realhf.planning.model.seconds import crossings
-from realhf.planning.options import Option, option_of, options_on
+from realhf.planning.options import Option, options_on
 from realhf.planning.predict import predict_in_best_order
 from realhf.planning.task import PlanningTask
 
@@ -117,27 +116,7 @@ def _best(cell: Cell, task: PlanningTask, meshes: Mapping[str, DeviceMesh]) -> P
     """The fastest strategies and micro-batches with every call on its mesh; None if nothing is legal, or fits."""
     options = {name: _options(task, call, meshes[name]) for name, call in task.graph.model_calls.items()}
     plan = fastest(task, options)
-    if plan is None:
-        return None
-    at_home = [name for name, home in task.homes.items() if meshes[name] == meshes[home]]
-    factors = {name: _with_gather(task, name, option_of(plan.calls[name])) for name in at_home}
-    task = replace(task, costs=replace(task.costs, call_factors=factors))
-    return planned(cell, task, predict_in_best_order(task, plan))
-
-
-def _with_gather(task: PlanningTask, name: str, option: Option) -> float:
-    """Seconds of a call on the devices of its model's shards with their all-gather, over those without: the planner
-    counts the one of trainings alone."""
-    model, size = task.call_models[name], option.layout.mesh.size
-    if model.call.trains:
-        return 1.0
-    crosses = crossings(ParallelStrategy(dp=size), task.cluster)
-    gather_s = task.costs.hardware.all_gather_s(
-        model.placed(ParallelStrategy()).parameter_bytes(), size, crosses_nodes=crosses.data,
-        per_node=crosses.data_per_node,
-    )  # fmt: skip
-    seconds = model.seconds(*option.shape)
-    return (seconds + gather_s) / seconds
+    return planned(cell, task, predict_in_best_order(task, plan)) if plan else None
 
 
 SYSTEMS: dict[str, Callable[[Cell], Planned | None]] = {"DeepSpeed-Chat": deepspeed_chat, "OpenRLHF": openrlhf}

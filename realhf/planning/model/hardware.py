@@ -57,6 +57,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     inter_node_send_bandwidth: of a message between two devices of different nodes, which takes fewer channels than a
         collective; by default `inter_node_bandwidth`.
+    inter_node_shared_bandwidth: of a whole node, in each direction, where its devices share the network; None: each has
+        a card of its own, and reaches the rates above while all others send, too.
     layer_launch_s: of a layer's forward whatever its size (kernel launches, the interpreter), beside its compute.
     train_launch_s: the same in training, which also records for the backward pass; by default `layer_launch_s`.
     mini_batch_s: of a mini-batch of a training, beside its passes and the optimizer's (packing, statistics, the host).
@@ -90,6 +92,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sampling_s: float
     packs_weights: bool = False
     inter_node_send_bandwidth: float | None = None
+    inter_node_shared_bandwidth: float | None = None
     train_launch_s: float | None = None
     mini_batch_s: float = 0.0
     host_bandwidth: float = 2.4e10
@@ -129,7 +132,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return isinstance(values, dict) and key in values
 
     def constant(self, name: str) -> float:
-        """The value of a constant, or of the one that replaces it where it is left out."""
+        """The value of a constant, or of the one that replaces it where it is left out; of a network that is not shared
+        none has a value (KeyError)."""
         field, key = place_of(name)
         value = getattr(self, field)
         if key:
@@ -176,17 +180,27 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def send_bandwidth(self) -> float:
-        """Bytes/s of one message between nodes."""
-        return self.inter_node_send_bandwidth or self.inter_node_bandwidth
+        """Bytes/s of one message between nodes while all devices of its node send one."""
+        return self.send_bandwidth_of(self.devices_per_node)
+
+    def send_bandwidth_of(self, senders: int) -> float:
+        """Bytes/s of one message between nodes while `senders` devices of its node send one."""
+        return self._of_shared(self.inter_node_send_bandwidth or self.inter_node_bandwidth, senders)
+
+    def _of_shared(self, bandwidth: float, senders: int) -> float:
+        """What a device reaches of `bandwidth` while `senders` devices of its node send."""
+        shared = self.inter_node_shared_bandwidth
+        return bandwidth if shared is None else min(bandwidth, shared / senders)
 
     def launch_s(self, *, trains: bool) -> float:
         """Seconds to launch the kernels of a layer's forward pass."""
         return self.train_launch_s if trains and self.train_launch_s is not None else self.layer_launch_s
 
-    def send_s(self, size_bytes: float, *, crosses_nodes: bool) -> float:
-        """One message: latency + bytes / bandwidth."""
+    def send_s(self, size_bytes: float, *, crosses_nodes: bool, senders: int | None = None) -> float:
+        """One message: latency + bytes / bandwidth. `senders`: devices of its node that send at once (default: all)."""
         if crosses_nodes:
-            return self.inter_node_latency_s + size_bytes / self.send_bandwidth
+            bandwidth = self.send_bandwidth_of(senders or self.devices_per_node)
+            return self.inter_node_latency_s + size_bytes / bandwidth
         return self.intra_node_latency_s + size_bytes / self.intra_node_bandwidth
 
     def all_reduce_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
@@ -208,10 +222,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def link(self, crosses_nodes: bool, per_node: int) -> tuple[float, float]:
         """(mean latency of a hop, bandwidth) of a group's ring. With k members in each node (`per_node`) there are k
         rings, since every member brings its own network link, up to what a device can send within the node; one hop of
-        k crosses."""
+        k crosses. All devices of a node are in such groups at once: each has an equal part of a shared network."""
         if not crosses_nodes:
             return self.intra_node_latency_s, self.intra_node_bandwidth
+        of_device = self._of_shared(self.inter_node_bandwidth, self.devices_per_node)
         if per_node == 1:
-            return self.inter_node_latency_s, self.inter_node_bandwidth
+            return self.inter_node_latency_s, of_device
         latency_s = (self.inter_node_latency_s + (per_node - 1) * self.intra_node_latency_s) / per_node
-        return latency_s, min(per_node * self.inter_node_bandwidth, self.intra_node_bandwidth)
+        return latency_s, min(per_node * of_device, self.intra_node_bandwidth)

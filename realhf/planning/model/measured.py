@@ -25,6 +25,7 @@ FOUND_BY: dict[Measurement, tuple[str, ...]] = {
     "network": ("inter_node_bandwidth", "inter_node_send_bandwidth", "inter_node_latency_s"),
 }
 NETWORK: Measurement = "network"  # needs two nodes
+SHARED = "inter_node_shared_bandwidth"  # found as what each device has of it
 _LEAST_VALUE = 1e-12  # 0 has no logarithm
 LAYERS = "layers"  # the whole profile of the experiment's models
 OF_MODELS = ("sampling_s", "call_overhead_s", "mini_batch_s", *PARTS)  # known from that
@@ -57,6 +58,8 @@ def measurement_of(constant: str) -> Measurement | Literal["layers"]:
     field, _ = place_of(constant)
     if field in OF_MODELS:
         return "layers"
+    if field == SHARED:
+        return NETWORK
     return next(name for name, fields in FOUND_BY.items() if field in fields)
 
 
@@ -99,6 +102,10 @@ def with_measured(hardware: Hardware, root: Path | None = None) -> Hardware:
     values = {name: (one.value, one.spread) for name, one in found.items() if name not in FOUND_BY[NETWORK]}
     hardware = narrowed(hardware, values)
     between = {name: one for name, one in found.items() if name in FOUND_BY[NETWORK]}
+    rates = [one for name, one in between.items() if name.endswith("_bandwidth")]
+    if rates and hardware.inter_node_shared_bandwidth is not None:  # each was measured while all devices had their part
+        most = max(rates, key=lambda one: one.value)
+        between[SHARED] = MeasuredConstant(value=hardware.devices_per_node * most.value, spread=most.spread)
     stated = hardware.sureness
     spread = {name: between[name].spread if name in between else of for name, of in stated.spread.items()}
     hardware = hardware.with_constants({name: one.value for name, one in between.items()})

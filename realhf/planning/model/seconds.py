@@ -22,12 +22,14 @@ from realhf.planning.model.timings import ProfiledTimings, TensorGroup, Timings
 
 @dataclass(frozen=True)
 class Crossings:
-    """Which groups of a layout have members on several nodes, and members of a data-parallel group in one node."""
+    """Which groups of a layout have members on several nodes, members of a data-parallel group in one node, and devices
+    of a node that send to a stage on another one."""
 
     tensor: bool
     data: bool
     pipeline: bool
     data_per_node: int = 1
+    senders: int = 1
 
 
 @lru_cache(maxsize=4096)
@@ -38,11 +40,15 @@ def crossings(strategy: ParallelStrategy, cluster: Cluster) -> Crossings:
     data_groups = [layout.data_group(t, p) for t in tp for p in pp]
     in_nodes = [Counter(map(cluster.node_of, group)) for group in data_groups]
     data = any(len(nodes) > 1 for nodes in in_nodes)
+    pipelines = [[cluster.node_of(device) for device in layout.pipeline_group(d, t)] for d in dp for t in tp]
+    # The last stage sends to the first one as well.
+    sending = Counter(a for nodes in pipelines for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True) if a != b)
     return Crossings(
         tensor=any(cluster.crosses_nodes(layout.tensor_group(d, p)) for d in dp for p in pp),
         data=data,
         data_per_node=min(min(nodes.values()) for nodes in in_nodes) if data else 1,
-        pipeline=any(cluster.crosses_nodes(layout.pipeline_group(d, t)) for d in dp for t in tp),
+        pipeline=bool(sending),
+        senders=max(sending.values(), default=1),
     )
 
 
@@ -73,7 +79,7 @@ class RankSeconds:
         """Forward and backward of the micro-batches (1F1B), what data parallelism exchanges, AdamW."""
         tokens, strategy, length = self.work.rows, self.strategy, self.lengths.attended
         pipeline = self.work.once(
-            ("pipeline", strategy.chunks, self.crosses.tensor, self.crosses.pipeline),
+            ("pipeline", strategy.chunks, self.crosses.tensor, self.crosses.pipeline, self.crosses.senders),
             lambda: self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=True))),
         )
         overheads_s = self.timings.overheads.train_s + self.timings.hardware.mini_batch_s
@@ -313,7 +319,7 @@ class RankSeconds:
         """Hidden states to the next stage; every tensor-parallel rank sends all of them, or its part of the tokens."""
         parts = self.strategy.tp if self.features.sequence_parallel else 1
         size_bytes = tokens * self.model.hidden_size * self.placed.item / parts
-        return self.timings.send(size_bytes, crosses_nodes=self.crosses.pipeline)
+        return self.timings.send(size_bytes, crosses_nodes=self.crosses.pipeline, senders=self.crosses.senders)
 
 
 @lru_cache(maxsize=1024)

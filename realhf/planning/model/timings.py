@@ -155,8 +155,9 @@ class Timings:
         seconds = self.hardware.all_reduce_s if kind == "all_reduce" else self.hardware.all_gather_s
         return seconds(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
 
-    def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
-        return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
+    def send(self, size_bytes: float, *, crosses_nodes: bool, senders: int | None = None) -> float:
+        """Seconds of a message; `senders`: see `Hardware.send_s`."""
+        return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes, senders=senders)
 
     def under(self, features: EngineFeatures) -> "Timings":
         """With other features; what was measured stays as it is."""
@@ -292,10 +293,10 @@ class ProfiledTimings(Timings):
         # A profile that is older than the other kinds has all-reduces alone.
         return self.collective("all_reduce", size_bytes, group_size, **group) / 2
 
-    def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
+    def send(self, size_bytes: float, *, crosses_nodes: bool, senders: int | None = None) -> float:
         curves = self._curves["send"]
         if crosses_nodes or not curves:
-            return super().send(size_bytes, crosses_nodes=crosses_nodes)
+            return super().send(size_bytes, crosses_nodes=crosses_nodes, senders=senders)
         return self.factors["collectives"] * curves[0][1].at(size_bytes)
 
     def under(self, features: EngineFeatures) -> "Timings":

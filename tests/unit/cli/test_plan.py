@@ -31,7 +31,7 @@ PPO = str(ROOT / "experiments/ppo.py")
 # Small and quick: 7B models on 8 devices, one mini-batch of 64.
 WHAT_IF = ["plan", PPO, "--actor", "llama3-7b", "--critic", "llama3-7b", "--batch-size", "64", "--evaluations", "2000"]
 ON_8 = [*WHAT_IF, "--cluster", "h200-1x8"]
-PRESETS = ["heuristic", "colocate", "split", "standalone", "hybridflow"]
+PRESETS = ["heuristic", "real-heuristic", "colocate", "split", "standalone", "hybridflow", "mapping"]
 
 
 @pytest.fixture(autouse=True)

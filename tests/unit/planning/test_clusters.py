@@ -51,6 +51,16 @@ def test_numbers_of_devices_that_contradict_each_other(workers: int, nodes: int,
         devices_per_node(DevicesRequest(num_workers=workers, nodes=nodes, gpus_per_node=given), None)
 
 
+def test_as_many_devices_share_the_network_of_a_node_as_the_cluster_has(tmp_path: Path) -> None:
+    path = tmp_path / "shared.yaml"
+    path.write_bytes(msgspec.yaml.encode(structs.replace(load_hardware("h100"), inter_node_shared_bandwidth=4e9)))
+    request = DevicesRequest(hardware=str(path), nodes=2, gpus_per_node=4)
+    group = clusters.NodeGroup(hardware=str(path), nodes=2, devices_per_node=4)
+    for cluster in (cluster_of(request), group.cluster()):
+        assert cluster.hardware.link(True, 1)[1] == cluster.hardware.send_bandwidth == 1e9
+    assert parse_cluster("h100-2x4").hardware == load_hardware("h100")
+
+
 def test_names() -> None:
     assert parse_cluster("h100-16x8") == H100
     assert parse_cluster("a100-80g-2x4").hardware.name == "a100-80g"

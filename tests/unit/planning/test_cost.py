@@ -67,7 +67,7 @@ class RoundTimings:
     ) -> float:
         return size_bytes * (group_size - 1) / 1e6
 
-    def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
+    def send(self, size_bytes: float, *, crosses_nodes: bool, senders: int | None = None) -> float:
         return 0.5
 
 
@@ -320,7 +320,7 @@ def test_blocking_sends_hold_up_the_stage_that_sends() -> None:
 def test_ranks_of_a_sequence_parallel_group_send_their_tokens_only() -> None:
     @dataclass(frozen=True)
     class SizedSends(RoundTimings):
-        def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
+        def send(self, size_bytes: float, *, crosses_nodes: bool, senders: int | None = None) -> float:
             return size_bytes
 
     def cost(definition: ModelFunctionCallDef, sequence_parallel: bool) -> float:

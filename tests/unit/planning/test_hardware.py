@@ -76,6 +76,28 @@ def test_one_member_in_each_node_sends_as_fast_as_its_network() -> None:
     assert ROUND.link(False, 3) == (1.0, 100.0)
 
 
+# Four devices whose cards reach 10 each, in a node whose network carries 20 in all.
+SHARED = structs.replace(ROUND, devices_per_node=4, inter_node_shared_bandwidth=20.0)
+
+
+def test_devices_share_the_network_of_their_node() -> None:
+    """Four rings of one member, two of two, one of four: each node sends 20 in all."""
+    assert [SHARED.link(True, k) for k in (1, 2, 4)] == [(5, 5), (3, 10), (2, 20)]
+    assert SHARED.all_gather_s(8_000, 8, crosses_nodes=True, per_node=4) == pytest.approx(7 * (2 + 1_000 / 20))
+    assert SHARED.all_reduce_s(800, 2, crosses_nodes=True) == pytest.approx(2 * (5 + 400 / 5))
+    assert SHARED.link(False, 4) == ROUND.link(False, 4)
+
+
+def test_a_message_shares_the_network_with_those_that_are_sent_beside_it() -> None:
+    """All devices of the node send, unless their number is given; a card's own rate is never exceeded."""
+    assert SHARED.send_s(50, crosses_nodes=True) == 5 + 50 / 5
+    assert [SHARED.send_s(60, crosses_nodes=True, senders=n) for n in (1, 2, 3, 4)] == [11, 11, 14, 17]
+    slow = structs.replace(SHARED, inter_node_send_bandwidth=2.0)
+    assert (slow.send_bandwidth, slow.send_s(50, crosses_nodes=True)) == (2, 30)
+    assert SHARED.send_s(50, crosses_nodes=False, senders=1) == ROUND.send_s(50, crosses_nodes=False)
+    assert ROUND.send_s(50, crosses_nodes=True, senders=3) == ROUND.send_s(50, crosses_nodes=True)
+
+
 @pytest.mark.parametrize(("devices", "crosses_nodes"), [(1, False), (1, True)])
 def test_one_device_sends_nothing(devices: int, crosses_nodes: bool) -> None:
     assert ROUND.all_reduce_s(1e9, devices, crosses_nodes=crosses_nodes) == 0.0
@@ -130,6 +152,7 @@ def test_what_a_description_leaves_out() -> None:
     assert (LEAST.host_bandwidth, LEAST.multiprocessors) == (24e9, 132)
     assert (LEAST.mini_batch_s, LEAST.communicator_bytes, LEAST.threads) == (0.0, 0.0, 1)
     assert (LEAST.inter_node_send_bandwidth, LEAST.train_launch_s) == (None, None)
+    assert LEAST.inter_node_shared_bandwidth is None
     assert (LEAST.uncertainty, LEAST.host_memory_bytes, LEAST.host_cores) == (None, None, None)
     assert LEAST.device_names == ()
 
@@ -140,6 +163,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "intra_node_bandwidth": RATE,
     "inter_node_bandwidth": RATE,
     "inter_node_send_bandwidth": RATE,
+    "inter_node_shared_bandwidth": RATE,
     "host_bandwidth": RATE,
     "intra_node_latency_s": DELAY,
     "inter_node_latency_s": DELAY,

@@ -21,7 +21,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.predict import Prediction, fastest_order, possible_orders
-from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets, hybridflow, rule_plan
+from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets, hybridflow, mapping, rule_plan
 from realhf.planning.problem.native import DeviceNeed, Event
 from realhf.planning.request import unwatched
 from realhf.planning.task import PlanningTask
@@ -278,8 +278,8 @@ def test_all_rules_are_tried_with_one_mapper(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(presets, "evaluate_preset", evaluate)
     assert evaluate_presets(TASK, lambda *words: said.append(words)) == list(results.values())
-    names = ["heuristic", "colocate", "split", "standalone", "hybridflow"]
-    assert said == [("plans by rule", name) for name in names] + [("plans by rule", "3 of 5 fit")]
+    names = ["heuristic", "real-heuristic", "colocate", "split", "standalone", "hybridflow", "mapping"]
+    assert said == [("plans by rule", name) for name in names] + [("plans by rule", "5 of 7 fit")]
     assert len({id(mapper) for mapper in mappers}) == 1
     assert mappers[0].task is TASK
     assert evaluate_presets(TASK, unwatched) == list(results.values())
@@ -319,7 +319,8 @@ class Mapped:
     def __init__(self, task: PlanningTask, numbers: Sequence[int]) -> None:
         self.task, self.numbers = task, numbers
 
-    def ranked(self) -> list[Any]:
+    @property
+    def mappings(self) -> list[Any]:
         if not self.numbers:
             raise UserError("none fits")
         return [SimpleNamespace(calls=f"calls {n}", meshes=lambda task, n=n: f"meshes {n}") for n in self.numbers]
@@ -338,7 +339,7 @@ def hybrid(
         return SimpleNamespace(step_s=seconds.get(plan, 9.0), fits=plan not in unfit, plan=plan)
 
     def best_on(of: Any, meshes: str, preset: str) -> str:
-        assert (of, preset) == (task, "hybridflow")
+        assert (of, preset) == (task, "mapping")
         return f"best on {meshes}"
 
     monkeypatch.setattr(presets, "predict_in_best_order", price)
@@ -347,17 +348,26 @@ def hybrid(
     monkeypatch.setattr(presets, "check_confined", lambda plan, graph: checked.append(plan))
     monkeypatch.setattr(PlanningTask, "plan", lambda self, calls, preset: f"{preset} {calls}")
     mapper: Any = Mapped(task, numbers)
-    found: Any = hybridflow(mapper)
+    found: Any = mapping(mapper)
     return found, priced, checked
 
 
 def test_the_cheapest_placements_and_all_together_are_priced_as_they_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ["hybridflow calls 1", "best on meshes 1", "best on meshes 2", "best on meshes 3"]
+    own = ["mapping calls 1", "best on meshes 1", "best on meshes 2", "best on meshes 3"]
     found, priced, checked = hybrid(monkeypatch, [1, 2, 3, 4], {"best on meshes 2": 1.0, "best on all": 2.0})
     assert (found, priced, checked) == ("best on meshes 2", [*own, "best on all"], own)
     found, _, _ = hybrid(monkeypatch, [1, 2], {"best on meshes 2": 1.0, "best on all": 2.0}, ["best on meshes 2"])
     assert found == "best on all"
-    assert hybrid(monkeypatch, [1], {})[0] == "hybridflow calls 1", "the algorithm's own, where they tie"
+    assert hybrid(monkeypatch, [1], {})[0] == "mapping calls 1", "the algorithm's own, where they tie"
+
+
+def test_the_algorithms_own_choice_is_the_cheapest_by_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanningTask, "plan", lambda self, calls, preset: f"{preset} {calls}")
+    mapper: Any = Mapped(TASK, [3, 1, 2])
+    assert hybridflow(mapper) == "hybridflow calls 3"
+    mapper = Mapped(TASK, [])
+    with pytest.raises(UserError, match="none fits"):
+        hybridflow(mapper)
 
 
 def test_where_no_placement_fits_all_models_are_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,6 +547,21 @@ def test_the_heuristic_takes_tensor_parallelism_and_then_replicas(monkeypatch: p
         "heuristic plan: no (dp, tp, pp) on 7 devices is legal for all calls with batch_size=16; choose another number "
         "of devices or a batch size that it divides"
     )
+
+
+def test_reals_heuristic_has_stages_across_nodes_whatever_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tp within a node first, then as many stages as nodes, or a part of them; never more data parallelism instead."""
+    for (devices, nodes), expected in {
+        (4, 1): ParallelStrategy(tp=4), (8, 1): ParallelStrategy(dp=2, tp=4), (2, 2): ParallelStrategy(tp=2, pp=2),
+        (4, 2): ParallelStrategy(tp=4, pp=2), (8, 2): ParallelStrategy(dp=2, tp=4, pp=2),
+        (2, 8): ParallelStrategy(dp=2, tp=2, pp=4),  # four layers have no eight stages
+    }.items():  # fmt: skip
+        task = replace(TASK, cluster=cpu_cluster(devices, num_nodes=nodes))
+        plan = presets.real_heuristic(task)
+        assert {call.strategy for call in plan.calls.values()} == {expected}, (devices, nodes)
+        monkeypatch.setattr(presets, "_lacking_bytes", lambda of, strategy, counts: dict.fromkeys(counts, 1e9))
+    with pytest.raises(UserError, match="real-heuristic plan: no"):
+        presets.real_heuristic(replace(TASK, cluster=cpu_cluster(7)))
 
 
 def test_calls_of_the_heuristic_take_the_fastest_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ def presets(of: PlanningTask) -> dict[str, PresetResult]:
 def test_presets_are_legal(devices: int, nodes: int) -> None:
     of = task(devices, nodes)
     results = presets(of)
-    assert list(results) == list(PRESETS) == ["heuristic", "colocate", "split", "standalone", "hybridflow"]
+    names = ["heuristic", "real-heuristic", "colocate", "split", "standalone", "hybridflow", "mapping"]
+    assert list(results) == list(PRESETS) == names
     for result in results.values():
         assert not result.problem
         assert result.prediction is not None
@@ -45,7 +46,8 @@ def test_meshes_of_the_presets() -> None:
         assert result.prediction is not None
         calls = result.prediction.plan.calls
         meshes[name] = {call: entry.devices for call, entry in calls.items()}
-    assert set(meshes["heuristic"].values()) == set(meshes["colocate"].values()) == {(0, 8)}
+    for name in ("heuristic", "real-heuristic", "colocate"):
+        assert set(meshes[name].values()) == {(0, 8)}
     actor_side = ("actor_generate", "ref_inference", "actor_train_step")
     for name, devices in meshes["split"].items():
         assert devices == ((0, 4) if name in actor_side else (4, 4))

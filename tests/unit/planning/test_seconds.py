@@ -69,7 +69,7 @@ class Priced:
     ) -> float:
         return price(kind, size_bytes, group_size, crosses_nodes, per_node)
 
-    def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
+    def send(self, size_bytes: float, *, crosses_nodes: bool, senders: int | None = None) -> float:
         return price("send", size_bytes, crosses_nodes)
 
 
@@ -540,16 +540,18 @@ def test_what_is_remembered_holds_for_its_own_question_alone() -> None:
     ("devices_per_node", "strategy", "expected"),
     [
         (12, (3, 2, 2), Crossings(False, False, False, 1)),
-        (4, (3, 2, 2), Crossings(False, True, True, 1)),
+        (4, (3, 2, 2), Crossings(False, True, True, 1, senders=4)),
         (4, (6, 2, 1), Crossings(False, True, False, 2)),
         (4, (3, 4, 1), Crossings(False, True, False, 1)),
-        (4, (4, 1, 3), Crossings(False, False, True, 1)),
-        (4, (1, 6, 2), Crossings(True, False, True, 1)),
+        (4, (4, 1, 3), Crossings(False, False, True, 1, senders=4)),
+        (4, (1, 6, 2), Crossings(True, False, True, 1, senders=4)),
         # Of the last rank of each kind alone: devices 10 and 11, 7 and 9 and 11, 5 and 11.
         (11, (3, 2, 2), Crossings(True, True, True, 1)),
         # Devices 0 to 2 lie in one node, 3 in the same one, 4 and 5 in the next.
-        (4, (3, 1, 2), Crossings(False, True, True, 1)),
-        (4, (1, 3, 2), Crossings(True, False, True, 1)),
+        (4, (3, 1, 2), Crossings(False, True, True, 1, senders=2)),
+        (4, (1, 3, 2), Crossings(True, False, True, 1, senders=2)),
+        # Of the two stages of a node one sends to the next node.
+        (4, (1, 2, 6), Crossings(False, False, True, 1, senders=2)),
     ],
 )
 def test_groups_that_cross_nodes(devices_per_node: int, strategy: tuple[int, int, int], expected: Crossings) -> None:

@@ -1,6 +1,7 @@
 """Seconds of transfers and of reallocations: by hand, against counted boxes, and as tables."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.reallocation import Reallocation, moved_elements
@@ -37,7 +39,7 @@ def test_crossings() -> None:
     assert crossings(ParallelStrategy(2, 4, 1), cluster) == Crossings(False, True, False)
     assert crossings(ParallelStrategy(8, 1, 1), cluster) == Crossings(False, True, False, data_per_node=4)
     assert crossings(ParallelStrategy(4, 2, 1), cluster) == Crossings(False, True, False, data_per_node=2)
-    assert crossings(ParallelStrategy(2, 2, 2), cluster) == Crossings(False, False, True)
+    assert crossings(ParallelStrategy(2, 2, 2), cluster) == Crossings(False, False, True, senders=4)
     assert crossings(ParallelStrategy(1, 8, 1), cluster) == Crossings(True, False, False)
 
 
@@ -131,6 +133,37 @@ def test_the_busiest_device_of_a_reallocation_is_that_of_its_plan(source: Layout
     seconds = Reallocation(model, 4, cpu_cluster(16), CPU).seconds(moved, source.mesh, crosses_nodes=False)
     formula_bytes = (seconds - CPU.intra_node_latency_s) * CPU.intra_node_bandwidth
     assert 0.95 < busiest_bytes / formula_bytes < 1.55
+
+
+NETWORK = structs.replace(CPU, devices_per_node=4, inter_node_bandwidth=8e9, inter_node_shared_bandwidth=4e9)
+
+
+def test_devices_of_a_node_share_its_network_when_parameters_move() -> None:
+    """In Python and in C++: across nodes each device has 1e9 of 4e9, and 8e9 if it is not shared."""
+    layouts = [Layout(DeviceMesh(first, 4), ParallelStrategy(tp=4)) for first in (0, 4)]
+    part = max(sum(box.size for box in device_boxes(TINY, layouts[0], device)) for device in range(4))
+    for links, rate in ((NETWORK, 1e9), (structs.replace(NETWORK, inter_node_shared_bandwidth=None), 8e9)):
+        move = Reallocation(TINY, 4, Cluster(num_nodes=2, devices_per_node=4, hardware=links), links)
+        across = links.inter_node_latency_s + 4 * part / rate
+        for table in (move.table, partial(native_table, move)):
+            found = table([Placement(layout) for layout in layouts], layouts)
+            assert [found[place] for place in range(4)] == pytest.approx([0, across, across, 0])
+
+
+def test_stages_share_the_network_of_a_node() -> None:
+    """Two devices of a node that send to the next one have half each; four have a quarter."""
+    graph = DataflowGraph([call("m", TINY, INFERENCE, "x")], ["x"])
+
+    def seconds(strategy: ParallelStrategy, **links: float) -> float:
+        hardware = structs.replace(CPU, devices_per_node=4, **{"inter_node_bandwidth": 1e6, **links})
+        cluster = Cluster(num_nodes=2, devices_per_node=4, hardware=hardware)
+        [model] = task_of(graph, **settings(graph, cluster)).call_models.values()
+        return model.seconds(strategy, 2)
+
+    for strategy, senders in ((ParallelStrategy(tp=2, pp=4), 2), (ParallelStrategy(dp=2, tp=2, pp=2), 4)):
+        own = seconds(strategy, inter_node_bandwidth=1e6 / senders)
+        assert seconds(strategy, inter_node_shared_bandwidth=1e6) == own > seconds(strategy)
+        assert seconds(strategy, inter_node_shared_bandwidth=senders * 1e6) == seconds(strategy)
 
 
 def test_transfer_seconds() -> None:

@@ -266,6 +266,19 @@ def test_a_measured_network_takes_the_place_of_the_described_one(hardware: Hardw
     np.linalg.cholesky(covariance_of(stated))
 
 
+def test_a_measured_network_is_what_each_device_has_of_a_shared_one(tmp_path: Path) -> None:
+    """Eight devices that reach 3 GB/s at the same time: their node reaches 24, whatever was described."""
+    hardware = structs.replace(H100, inter_node_shared_bandwidth=1e9)
+    values = {"inter_node_bandwidth": 3e9, "inter_node_send_bandwidth": 2e9}
+    found = {name: MeasuredConstant(value=value, spread=0.1) for name, value in values.items()}
+    save_constants(MeasuredConstants(hardware="h100", constants=found), constants_path("h100", tmp_path))
+    taken = with_measured(hardware, tmp_path)
+    assert taken.inter_node_shared_bandwidth == 24e9
+    assert (taken.link(True, 1)[1], taken.send_bandwidth) == (3e9, 2e9)
+    assert with_measured(H100, tmp_path).inter_node_shared_bandwidth is None
+    assert measurement_of("inter_node_shared_bandwidth") == "network"
+
+
 def test_a_measurement_counts_beside_the_description(tmp_path: Path) -> None:
     """As sure as each other, they meet in the middle of their logarithms. Between nodes the measurement is alone."""
     stated = Uncertainty(spread={"memory_bandwidth": 0.3, "inter_node_latency_s": 0.2, "sampling_s": 0.4})
