@@ -3,6 +3,7 @@
 import logging
 import os
 import queue
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,17 +26,18 @@ def test_it_waits_for_the_first_answer_and_for_later_ones(
     master_timeout_s: float, first_s: float, later_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched: list[Silence] = []
-    client = SimpleNamespace(watch=watched.append, when_ended=lambda _: None)
+    told: list[Callable[[BaseException | None], object]] = []
+    client = SimpleNamespace(watch=watched.append, when_ended=told.append)
     for name in ("load_worker_keys", "check_start", "wait_for_master"):
         monkeypatch.setattr(worker_main, name, lambda *_, **__: SimpleNamespace(master="key", address="tcp://h:1"))
-    monkeypatch.setattr(worker_main, "Client", lambda *_, **given: (vars(client).update(given), client)[1])
+    monkeypatch.setattr(worker_main, "Client", lambda *_, **__: client)
     run: Any = SimpleNamespace(spec=SimpleNamespace(setup_timeout_s=1.0, master_timeout_s=master_timeout_s))
     directory: Any = SimpleNamespace(keys=tmp_path, rendezvous=tmp_path)
     activity = ActivityWriter(tmp_path / "activity")
     found, store = worker_main._connected(directory, run, 0, activity, queue.SimpleQueue())
     assert found is client
     assert [(silence.first_s, silence.later_s) for silence in watched] == [(first_s, later_s)]
-    client.ended(ConnectionRefusedError("tcp://h:1 refused this worker's key"))
+    told[0](ConnectionRefusedError("tcp://h:1 refused this worker's key"))
     with pytest.raises(RuntimeError, match="the connection to the master has ended: tcp://h:1 refused this worker's"):
         store.get("of nobody")
 
