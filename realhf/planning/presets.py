@@ -170,7 +170,7 @@ def heuristic(task: PlanningTask) -> ExecutionPlan:
 def real_heuristic(task: PlanningTask) -> ExecutionPlan:
     """All calls in one strategy on all devices, as ReaL (arXiv 2406.14088v1, section 8) compares with: tensor
     parallelism within a node and pipeline stages across nodes, whatever memory there is. As much of both as is legal
-    for all calls; data parallelism with what is left.
+    for all calls; data parallelism with the rest.
 
     The plan may not fit. Raises UserError if no strategy is legal for all calls.
     """

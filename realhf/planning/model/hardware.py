@@ -132,8 +132,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return isinstance(values, dict) and key in values
 
     def constant(self, name: str) -> float:
-        """The value of a constant, or of the one that replaces it where it is left out; of a network that is not shared
-        none has a value (KeyError)."""
+        """The value of a constant, or of the one that replaces it where it is left out. Raises KeyError for the shared
+        bandwidth of a network that is not shared."""
         field, key = place_of(name)
         value = getattr(self, field)
         if key:
@@ -188,7 +188,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self._of_shared(self.inter_node_send_bandwidth or self.inter_node_bandwidth, senders)
 
     def _of_shared(self, bandwidth: float, senders: int) -> float:
-        """What a device reaches of `bandwidth` while `senders` devices of its node send."""
+        """The part of `bandwidth` that a device reaches while `senders` devices of its node send."""
         shared = self.inter_node_shared_bandwidth
         return bandwidth if shared is None else min(bandwidth, shared / senders)
 
