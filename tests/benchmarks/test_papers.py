@@ -258,6 +258,15 @@ def test_an_inference_under_zero3_gathers_its_model_once() -> None:
         assert call.seconds - computed_s == pytest.approx(127 / 128 * model_bytes / 2.18e10, rel=0.01)
 
 
+def test_the_printed_plan_of_table_6_is_priced_as_it_is_printed() -> None:
+    plan = real.printed_plan(real.plan_cell(quick=False))
+    assert plan
+    assert {call.name: (call.first, (call.dp, call.tp, call.pp)) for call in plan.calls} == real.PRINTED_PLAN
+    values = FIGURES["real-table6"].values
+    for name, (first, degrees) in real.PRINTED_PLAN.items():
+        assert [values[f"{name}: {what}"] for what in ("first GPU", "dp", "tp", "pp")] == [first, *degrees]
+
+
 def test_free_links_take_no_time() -> None:
     free = plans._free_links(described(A100_PRINTED))
     assert free.send_s(1e12, crosses_nodes=True) + free.send_s(1e12, crosses_nodes=False) < 1e-9

@@ -198,8 +198,9 @@ def table_5(done: Done, quick: bool) -> Iterator[Row]:
 def printed_plan(cell: Cell) -> Planned | None:
     """The paper's plan of Table 6 with the micro-batches that are fastest here."""
     task, options = cell.task(), dict[str, list[Option]]()
-    for name, (first, strategy) in PRINTED_PLAN.items():
-        each = options_on([DeviceMesh(first, 16)], task.graph.model_calls[name], task.call_models[name].samples)
+    for name, call in task.graph.model_calls.items():
+        first, strategy = PRINTED_PLAN[name]
+        each = options_on([DeviceMesh(first, 16)], call, task.call_models[name].samples)
         options[name] = [option for option in each if option.layout.strategy == ParallelStrategy(*strategy)]
     plan = fastest(task, options)
     return planned(cell, task, predict_in_best_order(task, plan)) if plan else None
