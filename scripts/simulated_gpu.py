@@ -5,7 +5,7 @@ SOURCES is a checkout of FakeGPU (MIT, GitHub FanBB2333/FakeGPU), with the chang
     lib/     the simulated driver, runtime, cuBLAS, NCCL and NVML, and the coordinator of ranks
     venv/    torch's CUDA build, and this checkout, installed editable
 
-A second call goes on where the first one stopped. It takes 5.4 GB and ten minutes, most of them for torch.
+A second call goes on where the first one stopped. It takes 5.4 GB and six minutes, most of them for torch.
 
 Command: python scripts/simulated_gpu.py SOURCES FOLDER
 """
