@@ -80,7 +80,7 @@ def make_environment(folder: Path) -> None:
         run(python_command("venv", str(folder / "venv")), INSTALL_S)
     look = [python, "-c", "import torch, realhf; print(torch.__version__, torch.version.cuda or '')"]
     if subprocess.run(look, capture_output=True, timeout=LOOK_S).returncode:
-        print(f"{folder / 'venv'}: installing {TORCH} and realhf (9 minutes)", flush=True)
+        print(f"{folder / 'venv'}: installing {TORCH} and realhf (5 minutes)", flush=True)
         run([python.with_name("pip"), "install", TORCH, "-e", ROOT], INSTALL_S, folder / "pip.log")
     version, _, cuda = run(look, LOOK_S).strip().partition(" ")
     if not cuda:
