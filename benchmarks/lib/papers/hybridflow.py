@@ -111,11 +111,8 @@ def placements(done: Done, quick: bool) -> Iterator[Row]:
         if first := FIRST.get((size, n)):
             for name in (first, MAPPING):
                 yield Row(figure="hf-fig12", case=f"{case}: {name} over the others", value=over(found, name), unit="x")
-    if alone := None if quick else done[ppo(quick)["13b", 128]].plans["standalone"]:
-        for call in alone.calls:
-            if call.name.endswith(("train_step", "reference_inference", "reward_inference")):
-                case = f"13B, 128 GPUs, standalone: {call.name.split('_')[0]}"
-                yield Row(figure="hf-fig12", case=case, value=float(call.num_devices), unit="GPUs")
+    if not quick:
+        yield from devices("hf-fig12", "13B, 128 GPUs", done[ppo(quick)["13b", 128]], "standalone")
     gains = []
     for n, cell in mixed(quick).items():
         if first := FIRST_MIXED.get(n):
@@ -126,11 +123,16 @@ def placements(done: Done, quick: bool) -> Iterator[Row]:
             gains += [100 * (gain - 1) for gain in each]
     mean = statistics.mean(gains) if gains else None
     yield Row(figure="hf-fig13", case="up to 64 GPUs: colocate over the others, mean gain", value=mean, unit="%")
-    if mapped := None if quick else done[mixed(quick)[128]].plans[MAPPING]:
-        for call in mapped.calls:
-            if call.name.endswith(("train_step", "reference_inference", "reward_inference")):
-                case = f"128 GPUs, hybridflow: {call.name.split('_')[0]}"
-                yield Row(figure="hf-fig13", case=case, value=float(call.num_devices), unit="GPUs")
+    if not quick:
+        yield from devices("hf-fig13", "128 GPUs", done[mixed(quick)[128]], MAPPING)
+
+
+def devices(figure: str, case: str, found: Simulated, name: str) -> Iterator[Row]:
+    """Those of each model in a plan, if it fits."""
+    for call in plan.calls if (plan := found.plans[name]) else ():
+        if call.name.endswith(("train_step", "reference_inference", "reward_inference")):
+            model = call.name.split("_")[0]
+            yield Row(figure=figure, case=f"{case}, {name}: {model}", value=float(call.num_devices), unit="GPUs")
 
 
 def over(found: Simulated, name: str) -> float | None:

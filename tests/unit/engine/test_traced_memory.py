@@ -6,7 +6,7 @@ entropy.
 
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -124,28 +124,30 @@ Lengths = tuple[int, int, int]
 ONE = ParallelStrategy()
 
 
-def traced_bytes(
-    config: DecoderConfig,
-    lengths: Lengths,
-    compute: Computation = ALL_KEPT,
-    strategy: ParallelStrategy = ONE,
-    micro_batches: int = 1,
-    kind: ModelInterfaceType = TRAIN_STEP,
-    stage: int = 0,
-) -> int:
+@dataclass(frozen=True)
+class Case:
+    config: DecoderConfig
+    lengths: Lengths
+    compute: Computation = ALL_KEPT
+    strategy: ParallelStrategy = ONE
+    micro_batches: int = 1
+    kind: ModelInterfaceType = TRAIN_STEP
+
+
+def traced_bytes(case: Case, stage: int) -> int:
     """The most of all passes on a rank of `stage`, beside parameters, gradients and states."""
-    samples, prompt, response = lengths
-    layout, device = Layout(DeviceMesh(0, strategy.size), strategy), torch.device("meta")
+    samples, prompt, response = case.lengths
+    layout, device = Layout(DeviceMesh(0, case.strategy.size), case.strategy), torch.device("meta")
     rank = layout.device(0, 0, stage)
-    with as_rank(rank, strategy.size):
+    with as_rank(rank, case.strategy.size):
         groups = GroupTable([layout], rank).groups(layout)
-        spec = ModelSpec(config, groups, torch.bfloat16, device, optimizer=OptimizerConfig(), compute=compute)
+        spec = ModelSpec(case.config, groups, torch.bfloat16, device, optimizer=OptimizerConfig(), compute=case.compute)
         decoder = ShardedModel(spec).decoder
-        group = groups.tensor if compute.sequence_parallel else None
+        group = groups.tensor if case.compute.sequence_parallel else None
 
         def train(at: Pass, hidden: Tensor | None) -> Tensor:
             i = at.micro_batch
-            output = run_stage(decoder, packed[i], hidden, shards[i], compute.recomputed, at.chunk)
+            output = run_stage(decoder, packed[i], hidden, shards[i], case.compute.recomputed, at.chunk)
             if decoder.has_head(at.chunk):
                 return loss_of(output, samples * (response or prompt))
             assert isinstance(output, Tensor)
@@ -155,14 +157,14 @@ def traced_bytes(
             output = train(at, hidden)
             return None if decoder.has_head(at.chunk) else output
 
-        with PeakMemory() as memory, torch.set_grad_enabled(kind == TRAIN_STEP):
+        with PeakMemory() as memory, torch.set_grad_enabled(case.kind == TRAIN_STEP):
             tokens = [torch.zeros(prompt + response, dtype=torch.int64)] * samples
-            packed = [pack_micro_batch(tokens, device) for _ in range(micro_batches)]
+            packed = [pack_micro_batch(tokens, device) for _ in range(case.micro_batches)]
             shards = [None if group is None else TokenShards(group, len(p.tokens)) for p in packed]
             counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
             like = torch.empty((), dtype=torch.bfloat16, device=device)
-            neighbours = Neighbours(groups, config.hidden_size, like, 60.0)
-            if kind == TRAIN_STEP:
+            neighbours = Neighbours(groups, case.config.hidden_size, like, 60.0)
+            if case.kind == TRAIN_STEP:
                 run_training(neighbours, counts, train)
             else:
                 run_forward(neighbours, counts, infer)
@@ -177,31 +179,33 @@ def loss_of(output: Tensor | Logits, trained: int) -> Tensor:
     return -output[tokens].of_tokens(tokens).logprob.sum()
 
 
-def planned_bytes(
-    config: DecoderConfig,
-    lengths: Lengths,
-    compute: Computation = ALL_KEPT,
-    strategy: ParallelStrategy = ONE,
-    micro_batches: int = 1,
-    kind: ModelInterfaceType = TRAIN_STEP,
-) -> float:
+def planned_bytes(case: Case) -> float:
     """On the stage that has the most."""
-    samples, prompt, response = lengths
+    samples, prompt, response = case.lengths
     call = ModelFunctionCallDef(
-        model_name="m", model_type=config, interface_type=kind, interface_impl=InterfaceConfig(), input_data=["x"]
+        model_name="m",
+        model_type=case.config,
+        interface_type=case.kind,
+        interface_impl=InterfaceConfig(),
+        input_data=["x"],
     )
-    placed = PlacedModel(config, strategy, "bfloat16", ENGINE.on(H100).under(compute))
+    placed = PlacedModel(case.config, case.strategy, "bfloat16", ENGINE.on(H100).under(case.compute))
     workload = Workload(prompt_tokens=prompt, new_tokens=response)
     work = RankWork(
-        call=call, samples=samples * micro_batches, lengths=workload, placed=placed, micro_batches=micro_batches
+        call=call,
+        samples=samples * case.micro_batches,
+        lengths=workload,
+        placed=placed,
+        micro_batches=case.micro_batches,
     )
     return work.dynamic_bytes()
 
 
-def check(*case: Any, stages: Iterable[int] = (0,)) -> None:
-    """`case`: the arguments of `planned_bytes`."""
-    traced = max(traced_bytes(*case, stage=stage) for stage in stages)
-    assert traced <= planned_bytes(*case) <= MOST * traced
+def check(*fields: Any, stages: Iterable[int] = (0,)) -> None:
+    """`fields`: those of a `Case`."""
+    case = Case(*fields)
+    traced = max(traced_bytes(case, stage) for stage in stages)
+    assert traced <= planned_bytes(case) <= MOST * traced
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -320,5 +324,5 @@ def test_experts(name: str, tp: int, recomputation: Recomputation, monkeypatch: 
     check(*train)
     check(*infer)
     monkeypatch.setattr(Tensor, "bincount", even)
-    assert traced_bytes(*train) <= planned_bytes(*train)
-    assert traced_bytes(*infer) <= planned_bytes(*infer)
+    for case in (Case(*train), Case(*infer)):
+        assert traced_bytes(case, 0) <= planned_bytes(case)

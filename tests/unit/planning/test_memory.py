@@ -446,6 +446,9 @@ def test_each_model_has_the_features_of_its_setup() -> None:
         assert rows[f"{name}_train_step"].dynamic_bytes == train.dynamic_bytes()
         other = replace(features, recomputation="off", sequence_parallel=False)
         assert train.dynamic_bytes() != work_of(train.call, strategy, 1, workload, features=other).dynamic_bytes()
+    plain_features = of_setup(ModelSetup()).on(load_hardware("h100"))
+    inference = work_of(graph.calls["ref_inference"], strategy, 1, workload, features=plain_features)
+    assert rows["ref_inference"].dynamic_bytes == inference.dynamic_bytes()
     # The backward pass has a third of an extra forward more, or only the cheap parts of one.
     plain = load_costs(graph.models, dtype="float32", hardware=load_hardware("h100"))
     seconds = {}
