@@ -271,13 +271,14 @@ def test_inferences(name: str, lengths: Lengths, tp: int) -> None:
 
 @pytest.mark.parametrize("wide", ["norm", "heads", "all heads", "normalised heads"])
 def test_layers_with_a_narrow_mlp(wide: str) -> None:
-    """Behind a norm or in attention an inference then has the most."""
+    """Behind a norm or in attention a pass then has the most; of short sequences attention pads each."""
     heads = {"norm": (2, 2), "heads": (16, 2), "all heads": (16, 16), "normalised heads": (16, 2)}[wide]
     config = replace(
         SMALL, num_layers=2, vocab_size=64, intermediate_size=64, hidden_size=512, attention_head_dim=128,
         num_heads=heads[0], num_kv_heads=heads[1], qk_norm=wide == "normalised heads", tied_embeddings=False,
     )  # fmt: skip
     check(config, (8, 256, 768), ALL_KEPT, ONE, 1, INFERENCE)
+    check(config, (256, 8, 24))
 
 
 @pytest.mark.parametrize(("pp", "chunks", "micro_batches"), [(2, 1, 2), (2, 1, 5), (4, 1, 4), (2, 2, 6)])
