@@ -236,6 +236,7 @@ def test_micro_batches_of_all_sizes(name: str, recomputation: Recomputation, len
 def test_families(family: str, lengths: Lengths, recomputation: Recomputation) -> None:
     check(FAMILIES[family], lengths, Computation(recomputation=recomputation))
     if recomputation == "off":
+        check(replace(FAMILIES[family], vocab_size=64), (1, 4, 4))
         check(FAMILIES[family], lengths, Computation(sequence_parallel=True), ParallelStrategy(tp=2))
         check(FAMILIES[family], lengths, ALL_KEPT, ONE, 2, INFERENCE)
 
@@ -253,10 +254,12 @@ def test_models_that_the_formulas_were_not_made_for(name: str, lengths: Lengths,
 
 @pytest.mark.parametrize("kind", [TRAIN_STEP, INFERENCE])
 @pytest.mark.parametrize(
-    ("columns", "rows"), [(32000, 4000), (32000, 5000), (32000, 8300), (32000, 13000), (151936, 890), (300000, 600)]
+    ("columns", "rows"),
+    [(32000, 4000), (32000, 5000), (32000, 8300), (32000, 13000), (151936, 890), (300000, 600), (520000, 600)],
 )
 def test_tiles_of_logits(columns: int, rows: int, kind: ModelInterfaceType) -> None:
-    """One tile; two and three, the last of which is small; four; two of many columns; two parts of the vocabulary."""
+    """One tile; two and three, the last of which is small; four; two of many columns; two parts of the vocabulary,
+    alike or not."""
     for hidden_size in (512, 4096):
         narrow = replace(SMALL, num_layers=1, hidden_size=hidden_size, attention_head_dim=64, vocab_size=columns)
         check(replace(narrow, tied_embeddings=False), (1, 1, rows), ALL_KEPT, ONE, 1, kind)
@@ -271,7 +274,8 @@ def test_inferences(name: str, lengths: Lengths, tp: int) -> None:
 
 @pytest.mark.parametrize("wide", ["norm", "heads", "all heads", "normalised heads"])
 def test_layers_with_a_narrow_mlp(wide: str) -> None:
-    """Behind a norm or in attention a pass then has the most; of short sequences attention pads each."""
+    """Behind a norm or in attention a pass then has the most; of short sequences attention pads each, of a
+    single one it computes parts at once."""
     heads = {"norm": (2, 2), "heads": (16, 2), "all heads": (16, 16), "normalised heads": (16, 2)}[wide]
     config = replace(
         SMALL, num_layers=2, vocab_size=64, intermediate_size=64, hidden_size=512, attention_head_dim=128,
@@ -279,6 +283,8 @@ def test_layers_with_a_narrow_mlp(wide: str) -> None:
     )  # fmt: skip
     check(config, (8, 256, 768), ALL_KEPT, ONE, 1, INFERENCE)
     check(config, (256, 8, 24))
+    check(config, (1, 256, 768))
+    check(replace(config, attention_head_dim=80), (8, 256, 768))
 
 
 @pytest.mark.parametrize(("pp", "chunks", "micro_batches"), [(2, 1, 2), (2, 1, 5), (4, 1, 4), (2, 2, 6)])
