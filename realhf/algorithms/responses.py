@@ -53,6 +53,13 @@ def last_scores(head: Tensor, batch: Batch) -> list[Tensor]:
     return list(at_least_fp32(head)[last_positions(lengths, head.device)].split(1))
 
 
+def token_scores(head: Tensor, batch: Batch) -> list[Tensor]:
+    """Per sequence `seq` [response], in at least float32: the values of a scalar head's output [tokens] at the tokens
+    of
+    the response themselves. The last one is that of `last_scores`."""
+    return by_sample(at_least_fp32(head)[response_positions(batch, head.device) + 1], batch)
+
+
 def by_sample(of_tokens: Tensor, batch: Batch) -> list[Tensor]:
     """[responses] as one tensor [response] a sample."""
     return list(of_tokens.split(response_lengths(batch)))

@@ -35,13 +35,26 @@ def validity(columns: Columns) -> Tensor:
     return of_responses("valid", valid, columns.ids).cpu() > 0
 
 
-def rewards_of(columns: Columns, key: str = "reward") -> Tensor:
-    """[batch] float64: the reward of each response, from the column `reward`. `key` names it in errors.
+def rewards_of(scores: Columns, rollout: Columns | None, key: str = "reward") -> list[Tensor]:
+    """Per sample the column `reward` in float64: [1], the reward of the whole response, or [response], those of its
+    tokens. `key` names it in errors; without the `rollout` of the scores any length is taken for that of the response.
 
     Raises:
-        InterfaceError: a sample has a reward of another shape than [1], such as one for each token.
+        InterfaceError: a sample has another shape; the text names key, sample, both lengths and remedy.
     """
-    return of_responses(key, columns.reward, columns.ids).double()
+    lengths = [len(column) for column in (scores.reward if rollout is None else rollout.logprob)]
+    for sample, value, length in zip(scores.ids, scores.reward, lengths, strict=True):
+        if value.dim() != 1 or len(value) not in (1, length):
+            raise InterfaceError(
+                f"{key!r} of sample {sample} has the shape {list(value.shape)}, and its response {length} tokens; give "
+                f"[1], the reward of the whole response, or [{length}], one for each of its tokens (the end token too)"
+            )
+    return list(torch.cat(list(scores.reward)).double().split([len(value) for value in scores.reward]))
+
+
+def sums_of(rewards: Sequence[Tensor]) -> Tensor:
+    """[batch]: one number a response, the sum over its tokens where these have rewards of their own."""
+    return torch.stack([reward.sum() for reward in rewards])
 
 
 def of_responses(key: str, column: Sequence[Tensor], ids: Sequence[int]) -> Tensor:
@@ -54,19 +67,19 @@ def of_responses(key: str, column: Sequence[Tensor], ids: Sequence[int]) -> Tens
         if value.shape != (1,):
             raise InterfaceError(
                 f"{key!r} of sample {sample} has the shape {list(value.shape)}, must be [1]: one number for the whole "
-                "response; add up what its tokens have (.sum().view(1)), or give numbers of tokens under another key "
-                "to a tensor function of your own"
+                "response; add up what its tokens have (.sum().view(1)), or give them under another key to a tensor "
+                "function of your own"
             )
     return torch.cat(list(column))
 
 
 def penalised_rewards(
-    scores: Tensor, rollout: Columns, ref: Columns | None, kl_coef: float, estimator: KLEstimator
+    scores: Sequence[Tensor], rollout: Columns, ref: Columns | None, kl_coef: float, estimator: KLEstimator
 ) -> list[Tensor]:
-    """The rewards of the tokens, per sample [response] float64, from `scores` [batch]; see `kl_penalised_rewards`.
-    There is no penalty where there is no reference."""
+    """The rewards of the tokens, per sample [response] float64, from `scores` [1] or [response] a sample; see
+    `kl_penalised_rewards`. There is no penalty where there is no reference."""
     reference = rollout.logprob if ref is None else ref.ref_logprob
-    rows = zip(scores.split(1), rollout.logprob, reference, strict=True)
+    rows = zip(scores, rollout.logprob, reference, strict=True)
     return [kl_penalised_rewards(score, p, q, kl_coef, estimator) for score, p, q in rows]
 
 
@@ -172,8 +185,9 @@ def rollout_stats(columns: Mapping[str, Sequence[Tensor]]) -> Stats:
         columns: `prompt`, `seq`, and what there is of `reward`, `logprob`, `ref_logprob`, `valid`.
 
     Returns:
-        `response_length`; with its column `reward_mean`; with `logprob` `entropy` (sampled), and with a reference too
-        `kl` (a token's mean of log(policy / reference)) and `kl_per_sequence`. {} where no sample counts.
+        `response_length`; with its column `reward_mean` (of sums over a response's tokens); with `logprob` `entropy`
+        (sampled), and with a reference too `kl` (a token's mean of log(policy / reference)) and `kl_per_sequence`. {}
+        where no sample counts.
     """
     places = list(range(len(columns["seq"])))
     if "valid" in columns:
@@ -188,7 +202,7 @@ def rollout_stats(columns: Mapping[str, Sequence[Tensor]]) -> Stats:
     tokens = float(sum(len(columns["seq"][place]) - len(columns["prompt"][place]) for place in places))
     stats: Stats = {"response_length": (tokens, count)}
     if "reward" in columns:
-        stats["reward_mean"] = mean_of(of("reward"))
+        stats["reward_mean"] = mean_of(sums_of([columns["reward"][place].double() for place in places]))
     if "logprob" in columns:
         logprob = of("logprob")
         stats["entropy"] = mean_of(-logprob)

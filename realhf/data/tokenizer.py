@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
+from tokenizers.decoders import DecodeStream
 
 from realhf.api.data_options import DEFAULT_DATE
 from realhf.base.errors import UserError
@@ -165,6 +166,13 @@ class TextTokenizer:
         with no_panic():
             text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
         return text
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """What each token adds to the text of those before it, without special tokens: "" for one that is special, or
+        that a character does not end with. Joined they are the text, but for a character that has no end."""
+        stream = DecodeStream(skip_special_tokens=True)
+        with no_panic():
+            return [stream.step(self._tokenizer, token) or "" for token in tokens]
 
     # --- Chats.
 

@@ -34,6 +34,7 @@ class Function(msgspec.Struct, frozen=True):
     """A loaded function, as the worker knows it: the code itself is in reward processes alone.
 
     name: for statistics. place: for messages. columns: of the data, for which it has parameters without a default.
+    wants_tokens, wants_token_texts: whether it asks for the ids of a response's tokens, and for the text of each.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Function(msgspec.Struct, frozen=True):
     is_async: bool
     wants_tokens: bool
     columns: tuple[str, ...] = ()
+    wants_token_texts: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -58,12 +60,12 @@ class NotLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Value(msgspec.Struct, frozen=True, tag=True):
-    """The reward of one sample: `place` among those of the work. `metrics` and `extra` are logged
-    by its call: numbers of the call by name, and values of the sample by column."""
+    """The reward of one sample, or of each of its tokens: `place` among those of the work. `metrics` and `extra` are
+    logged by its call: numbers of the call by name, and values of the sample by column."""
 
     work: int
     place: int
-    value: float | None
+    value: float | list[float] | None
     seconds: float
     metrics: dict[str, float] = {}
     extra: dict[str, Scalar] = {}

@@ -74,7 +74,9 @@ class FunctionOptions(Options):
 class Score:
     """The result of a sample.
 
-    reward: the sum of weight * value over the functions that gave a value.
+    reward: the sum of weight * value over the functions that gave a value; of values of tokens their sum counts.
+    of_tokens: where a function gave values of tokens, the reward of each: a function's value for the whole response is
+        in that of the last one. Else empty.
     is_valid: False where a function failed, or none gave a value, and the policy is "drop"; then `reward` is 0.
     values: by function its value, None for no reward or a failure.
     failures: by function its failure.
@@ -90,6 +92,7 @@ class Score:
     seconds: float
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     extra: dict[str, Scalar] = field(default_factory=dict)
+    of_tokens: tuple[float, ...] = ()
 
 
 class RewardPool:
@@ -143,6 +146,11 @@ class RewardPool:
         """Whether a function asks for the tokens of responses."""
         return any(function.wants_tokens for function in self.functions)
 
+    @property
+    def wants_token_texts(self) -> bool:
+        """Whether a function asks for the text of each token."""
+        return any(function.wants_token_texts for function in self.functions)
+
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """The scores of the samples, in their order; blocks until all are there. Threads may call it side by side.
 
@@ -194,7 +202,8 @@ class RewardPool:
         total, seconds, has_reward = 0.0, 0.0, False
         for reward, row in zip(self.functions, job.values, strict=True):
             match row[index]:
-                case Value(value=value, seconds=taken) as answer:
+                case Value(value=given, seconds=taken) as answer:
+                    value = math.fsum(given) if isinstance(given, list) else given
                     values[reward.name], seconds = value, seconds + taken
                     extra |= answer.extra
                     for name, number in answer.metrics.items():
@@ -219,7 +228,21 @@ class RewardPool:
             seconds=seconds,
             metrics=metrics,
             extra=extra,
+            of_tokens=self._of_tokens(job, index) if is_valid else (),
         )
+
+    def _of_tokens(self, job: Job, index: int) -> tuple[float, ...]:
+        """See `Score.of_tokens`."""
+        of_tokens: list[list[float]] = []
+        of_whole = 0.0
+        for reward, row in zip(self.functions, job.values, strict=True):
+            match row[index]:
+                case Value(value=list(values)):
+                    of_tokens.append([reward.weight * value for value in values])
+                case Value(value=float(value)):
+                    of_whole += reward.weight * value
+        sums = list(map(math.fsum, zip(*of_tokens, strict=True)))
+        return (*sums[:-1], sums[-1] + of_whole) if sums else ()
 
     def _report(self, scores: Sequence[Score]) -> None:
         """Logs the first few failures of each function; statistics count all."""

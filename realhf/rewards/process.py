@@ -174,12 +174,12 @@ class _Server:
             return False
         for i, (place, value) in enumerate(zip(places, values, strict=True)):
             try:
-                number = as_reward(value, signature.style)
+                reward = as_reward(value, signature.style, noted.samples[i].length)
             except BaseException as error:
                 self._send(Failed(work.number, [place], *_kind_and_text(error), seconds / len(places)))
             else:
                 each_s = seconds / len(places)
-                self._send(Value(work.number, place, number, each_s, noted.metrics, noted.extra(i)))
+                self._send(Value(work.number, place, reward, each_s, noted.metrics, noted.extra(i)))
         return False
 
     # --- async functions
@@ -252,7 +252,7 @@ class _Server:
 def _described(reward: Reward) -> Function:
     of = reward.signature
     form = (of.is_batch, of.is_async, of.wants_tokens)
-    return Function(reward.name, reward.place, reward.weight, *form, of.columns_asked)
+    return Function(reward.name, reward.place, reward.weight, *form, of.columns_asked, of.wants_token_texts)
 
 
 class _TooLongError(Exception):

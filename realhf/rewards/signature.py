@@ -28,15 +28,15 @@ _FORMS: Mapping[str, tuple[Style, bool]] = {
 
 # The parameters that a function of each form can have besides the columns of the data.
 _GIVEN: Mapping[tuple[Style, bool], tuple[str, ...]] = {
-    ("texts", False): ("prompt", "response", "completion", "response_length"),
-    ("texts", True): ("prompts", "responses", "response_lengths"),
+    ("texts", False): ("prompt", "response", "completion", "response_length", "response_ids", "response_tokens"),
+    ("texts", True): ("prompts", "responses", "response_lengths", "response_ids", "response_tokens"),
     ("trl", True): ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
     ("verl", False): ("data_source", "solution_str", "ground_truth", "extra_info"),
     ("verl", True): ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
 }
 
 # **row does not get these: second names of others, and rarely used ones.
-_UNASKED = ("completion", "response_length", "response_lengths")
+_UNASKED = ("completion", "response_length", "response_lengths", "response_ids", "response_tokens")
 
 # The columns that verl's parameters are read from.
 _VERL_COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -51,7 +51,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     id, step: of the sample in the run; step counts from 0, and messages count from 1. In an evaluation `step` is that
         which comes next. `steps`: those of the whole run.
     prompt, response: texts. `tokens` are those of the response where a function asks for them, `num_tokens` their
-        number where it differs.
+        number where it differs; `token_texts` says for each what text it adds, where a function asks for that.
     messages: the prompt as a chat, where the data are chats.
     row: the columns of its row of the data set.
     """
@@ -63,8 +63,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     response: str
     tokens: tuple[int, ...] = ()
     num_tokens: int | None = None
+    token_texts: tuple[str, ...] = ()
     messages: list[dict[str, Any]] | None = None
     row: dict[str, Any] = {}
+
+    @property
+    def length(self) -> int:
+        """The number of the response's tokens."""
+        return len(self.tokens) if self.num_tokens is None else self.num_tokens
 
     @property
     def question(self) -> str:
@@ -124,7 +130,15 @@ class Signature:
     @property
     def wants_tokens(self) -> bool:
         """Whether it is to have the tokens of responses."""
-        return "completion_ids" in self.given and (self.takes_rest or "completion_ids" in self.required + self.optional)
+        return self._has("response_ids") or self._has("completion_ids", of_rest=self.takes_rest)
+
+    @property
+    def wants_token_texts(self) -> bool:
+        """Whether it is to have the text of each token."""
+        return self._has("response_tokens")
+
+    def _has(self, name: str, *, of_rest: bool = False) -> bool:
+        return name in self.given and (of_rest or name in self.required + self.optional)
 
     def arguments(self, samples: Sequence[Sample], of_call: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The keyword arguments of a call: lists in a batch, else the values of the only sample; in TRL's form also
@@ -153,9 +167,9 @@ def _values(sample: Sample, style: Style) -> dict[str, Any]:
     """Per name of `_GIVEN` its value."""
     match style:
         case "texts":
-            length = len(sample.tokens) if sample.num_tokens is None else sample.num_tokens
-            values = {"prompt": sample.prompt, "response": sample.response, "response_length": length}
-            return {**values, **_plural(values), "completion": sample.response}
+            values = {"prompt": sample.prompt, "response": sample.response, "response_length": sample.length}
+            of_tokens = {"response_ids": list(sample.tokens), "response_tokens": list(sample.token_texts)}
+            return {**values, **_plural(values), **of_tokens, "completion": sample.response}
         case "trl":
             return {**_trl_texts(sample), "completion_ids": list(sample.tokens)}
         case "verl":

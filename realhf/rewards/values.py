@@ -16,13 +16,15 @@ class BadValueError(Exception):
     """A function returned something else than a reward; the text has the value and the rule."""
 
 
-def as_reward(value: Any, style: Style = "texts") -> float | None:
-    """The number that a function returned for a sample; None: the sample has no reward from this function.
+def as_reward(value: Any, style: Style = "texts", tokens: int = 1) -> float | list[float] | None:
+    """The number that a function returned for a response of so many `tokens`, or the numbers of these; None: the sample
+    has no reward from this function.
 
-    A number is a float, an int, a bool, a scalar of NumPy or torch; under verl also a dict with `score`.
+    A number is a float, an int, a bool, a scalar of NumPy or torch; under verl also a dict with `score`. Numbers of
+    tokens are a list, a tuple, or an array [tokens]; an array of one element is a number.
 
     Raises:
-        BadValueError: it is none of these, or not finite.
+        BadValueError: it is none of these, or not finite, or there are not as many numbers as tokens.
     """
     if isinstance(value, dict) and style == "verl":
         if "score" not in value:
@@ -30,6 +32,10 @@ def as_reward(value: Any, style: Style = "texts") -> float | None:
         value = value["score"]
     if value is None:
         return None
+    if _is_array(value) and math.prod(value.shape) != 1:
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return _of_tokens(value, tokens)
     number = as_number(value)
     if not math.isfinite(number):
         raise BadValueError(f"it returned {number}; return a finite number, or None for no reward")
@@ -44,13 +50,35 @@ def as_rewards(values: Any, count: int, style: Style) -> list[Any]:
     """
     if inspect.iscoroutine(values):
         as_number(values)
-    is_array = hasattr(values, "tolist") and getattr(values, "ndim", None) == 1
-    values = values.tolist() if is_array else values
+    values = values.tolist() if _is_array(values) else values
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise BadValueError(f"it returned {shown(values)} for a batch of {count}; return a list of {count} rewards")
     if len(values) != count:
         raise BadValueError(f"it returned {len(values)} rewards for a batch of {count}; return one a sample")
     return list(values)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of one dimension of an array library."""
+    return hasattr(value, "tolist") and getattr(value, "ndim", None) == 1
+
+
+def _of_tokens(values: Sequence[Any], tokens: int) -> list[float]:
+    if len(values) != tokens:
+        raise BadValueError(
+            f"it returned {len(values)} numbers for a response of {tokens} tokens; return one for each token (as many "
+            "as `response_length` says, with the end token), or one number for the whole response"
+        )
+    numbers = []
+    for place, value in enumerate(values):
+        try:
+            number = as_number(value)
+        except BadValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise BadValueError(f"it returned {shown(value)} for token {place}; return a finite number for each token")
+        numbers.append(number)
+    return numbers
 
 
 def shown(value: Any) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import ModelFunctionCallDef
@@ -57,12 +58,17 @@ def completions(
             sample=sample,
             prompt=_shortened(rows.text(prompt), most),
             response=_shortened(rows.text(sequence[len(prompt) :]), most),
-            reward=float(reward) if reward.numel() == 1 else None,
+            reward=_total(reward, len(sequence) - len(prompt)),
             details=_shown(result.details.get(sample, NO_DETAILS), most),
         )
         for (sample, sequence, reward), prompt in zip(shown, prompts, strict=True)
         if prompt is not None
     )
+
+
+def _total(reward: Tensor, tokens: int) -> float | None:
+    """The number that it is; of numbers for the `tokens` of the response their sum; None: it is neither."""
+    return float(reward.double().sum()) if reward.numel() == 1 or reward.shape == (tokens,) else None
 
 
 def _shown(details: RewardDetails, most: int) -> RewardDetails:

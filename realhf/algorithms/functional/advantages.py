@@ -10,8 +10,20 @@ from realhf.algorithms.functional.divergence import kl_estimate
 
 
 def standardised_score(score: Tensor, mean: float, std: float, clip: float) -> Tensor:
-    """(score - mean) / std, clipped to [-clip, clip]."""
-    return ((score - mean) / std).clamp(-clip, clip)
+    """The score of one response, (score - mean) / std, or scores of its tokens; each clipped to [-clip, clip].
+
+    `mean` and `std` are those of whole responses: of tokens' scores `mean` is taken from the last one, so that their
+    sum is (sum - mean) / std where nothing is clipped.
+
+    Args:
+        score: [1], or [response].
+
+    Returns:
+        As `score`.
+    """
+    centred = score.clone()
+    centred[-1:] -= mean
+    return (centred / std).clamp(-clip, clip)
 
 
 def kl_penalised_rewards(
@@ -19,12 +31,12 @@ def kl_penalised_rewards(
 ) -> Tensor:
     """The reward of every token of one response.
 
-        r_j = -kl_coef * KL_j, plus `score` at the last token
+        r_j = -kl_coef * KL_j, plus score_j, or plus `score` at the last token
 
     with the estimate of the divergence from drawn tokens; k1 is logprob_j - ref_logprob_j.
 
     Args:
-        score: [1], of the whole response; an empty response has no token for it.
+        score: [1], of the whole response; an empty response has no token for it. Or [response], of its tokens.
         logprob, ref_logprob: [response], of the drawn tokens under the policy that drew them and under the reference.
 
     Returns:
@@ -34,7 +46,7 @@ def kl_penalised_rewards(
     """
     rewards = -kl_coef * kl_estimate(estimator, logprob.double(), ref_logprob.double())
     if len(rewards):  # an empty response has no token to reward
-        rewards[-1] += score[0]
+        rewards[-len(score) :] += score
     return rewards
 
 

@@ -16,6 +16,7 @@ from realhf.algorithms.samples import (
     lengths_of,
     of_ids,
     rewards_of,
+    sums_of,
     valid_column,
     validity,
 )
@@ -39,15 +40,15 @@ def group_advantages(
     """Adds the column `advantage` [response], the same number at each token of a response; see
     `realhf.algorithms.functional.group_advantages` (and `importance`, `valid`, where options ask for them).
 
-    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] (`valid`); ref: `ref_logprob`, None with beta = 0; old:
-    `old_logprob`, the policy's own log-probabilities before training.
+    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1], or [response], whose sum counts (`valid`); ref:
+    `ref_logprob`, None with beta = 0; old: `old_logprob`, the policy's own log-probabilities before training.
 
     Returns:
         Columns; statistics: those of `filtered_stats`, and `informative_groups`, the share of the groups whose rewards
         differ.
     """
     is_valid = validity(scores)
-    rewards, is_counted = in_groups(context, scores.ids, rewards_of(scores), is_valid)
+    rewards, is_counted = in_groups(context, scores.ids, sums_of(rewards_of(scores, rollout)), is_valid)
     advantages = of_ids(F.group_advantages(rewards, is_counted, grpo.scale_rewards), scores.ids)
     columns = {"advantage": at_tokens(advantages.to(rollout.logprob[0].dtype), lengths_of(rollout.logprob))}
     columns |= importance_columns(rollout, old, grpo)

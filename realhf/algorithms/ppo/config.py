@@ -15,7 +15,8 @@ class PPOHyperparameters(PolicyOptions):
     """The settings that PPO's calls share, with the options of rollouts.
 
     The reward of a response is (score - reward_mean) / reward_std, clipped to +-reward_clip, at
-    its last token, and -kl_coef * log(policy / reference) at every token. With the `kl_controller` "adaptive" kl_coef
+    its last token, and -kl_coef * log(policy / reference) at every token. Where its tokens have scores of their own,
+    each is divided and clipped, and reward_mean is taken from the last one. With the `kl_controller` "adaptive" kl_coef
     rises where the divergence of a response from the reference (the sum over its tokens) is above `kl_target`, and
     falls where it is below. With `normalise_values` the critic's outputs are turned back into returns before advantages
     are estimated from them. `max_kl` is the mean over tokens of k3, looked at after each mini-batch; Spinning Up has

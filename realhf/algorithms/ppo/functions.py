@@ -1,6 +1,7 @@
 """PPO on the workers: advantages by GAE from penalised rewards, and the losses of actor and critic."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,19 +53,19 @@ def ppo_advantages(
 ) -> tuple[dict[str, list[Tensor]], Stats]:
     """Adds the columns `advantage` and `return` [response] (and `importance`, `valid`, where options ask for them).
 
-        r = -kl_coef * KL at every token, plus the standardised score at the last one
+        r = -kl_coef * KL at every token, plus its standardised score, or that of the response at the last one
         A, R = GAE(r, V); A is whitened over the tokens of the global batch
 
-    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] (`valid`); ref: `ref_logprob`; values: `value`; old:
-    `old_logprob`, the policy's own log-probabilities before training.
+    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] or [response] (`valid`); ref: `ref_logprob`; values:
+    `value`; old: `old_logprob`, the policy's own log-probabilities before training.
 
     Returns:
         Columns; statistics: those of `filtered_stats`, `explained_variance`, with an adaptive controller `kl_coef`.
     """
     is_valid = validity(scores)
     kl_coef, stats = step_kl_coef(rollout, ref, is_valid, ppo, context)
-    score = F.standardised_score(rewards_of(scores), ppo.reward_mean, ppo.reward_std, ppo.reward_clip)
-    rewards = penalised_rewards(score, rollout, ref, kl_coef, ppo.kl_estimator)
+    rewards = standardised_rewards(rewards_of(scores, rollout), ppo)
+    rewards = penalised_rewards(rewards, rollout, ref, kl_coef, ppo.kl_estimator)
     estimates = ppo_estimates(rewards, values, is_valid, ppo, context)
     columns = {"advantage": estimates.advantages, "return": estimates.returns}
     columns |= importance_columns(rollout, old, ppo)
@@ -72,6 +73,11 @@ def ppo_advantages(
         columns["valid"] = valid_column(is_valid & is_whole(rollout, ppo), rollout.logprob)
     stats["explained_variance"] = (estimates.explained_variance, 1.0)
     return columns, filtered_stats(columns, rollout, scores, ref) | stats
+
+
+def standardised_rewards(rewards: Sequence[Tensor], ppo: PPOHyperparameters) -> list[Tensor]:
+    """Per sample the scaled and clipped rewards, [1] or [response]."""
+    return [F.standardised_score(reward, ppo.reward_mean, ppo.reward_std, ppo.reward_clip) for reward in rewards]
 
 
 def step_kl_coef(

@@ -1,5 +1,7 @@
 """REINFORCE++ on the workers: advantages normalised over the batch, and the loss."""
 
+import math
+
 from torch import Tensor
 
 from realhf.algorithms import functional as F
@@ -16,6 +18,7 @@ from realhf.algorithms.samples import (
     of_ids,
     penalised_rewards,
     rewards_of,
+    sums_of,
     valid_column,
     validity,
 )
@@ -36,12 +39,13 @@ def reinforce_pp_advantages(
 ) -> tuple[dict[str, list[Tensor]], Stats]:
     """Adds the column `advantage` [response] (and `importance`, `valid`, where options ask for them).
 
-        baseline "none":   A_j = sum over k >= j of gamma^(k - j) r_k,  r = -kl_coef * KL, plus the score at the end
-        baseline "group":  A_j = score - mean(group)
+        baseline "none":   A_j = sum over k >= j of gamma^(k - j) r_k,  r = -kl_coef * KL, plus the token's score, or
+                           that of the response at the end
+        baseline "group":  A_j = score - mean(group), of sums over the tokens
         A is then whitened over the tokens of the global batch.
 
-    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] (`valid`); ref: `ref_logprob`, None with kl_coef = 0; old:
-    `old_logprob`.
+    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] or [response] (`valid`); ref: `ref_logprob`, None with
+    kl_coef = 0; old: `old_logprob`.
 
     Returns:
         Columns, and the statistics of `filtered_stats`.
@@ -49,15 +53,14 @@ def reinforce_pp_advantages(
     Source: Hu et al., "REINFORCE++" (2025), equations 7 to 10.
     """
     is_valid = validity(scores)
-    score = rewards_of(scores)
-    if options.reward_clip:
-        score = score.clamp(-options.reward_clip, options.reward_clip)
+    given, bound = rewards_of(scores, rollout), options.reward_clip or math.inf
     if options.baseline == "group":
-        grouped, is_counted = in_groups(context, scores.ids, score, is_valid)
+        grouped, is_counted = in_groups(context, scores.ids, sums_of(given).clamp(-bound, bound), is_valid)
         centred = of_ids(F.centred_in_groups(grouped, is_counted), scores.ids)
         raw = at_tokens(centred, lengths_of(rollout.logprob))
     else:
-        rewards = penalised_rewards(score, rollout, ref, options.kl_coef, options.kl_estimator)
+        clipped = [score.clamp(-bound, bound) for score in given]
+        rewards = penalised_rewards(clipped, rollout, ref, options.kl_coef, options.kl_estimator)
         raw = F.rewards_to_go(rewards, options.gamma)
     spread = F.spread_of(context.in_order(scores.ids, F.sample_spreads(raw, is_valid)))
     advantages = [F.standardised(x, spread.mean, spread.variance) for x in raw]

@@ -11,6 +11,7 @@ from realhf.algorithms.samples import (
     is_whole,
     penalised_rewards,
     rewards_of,
+    sums_of,
     valid_column,
     validity,
 )
@@ -30,11 +31,12 @@ def remax_advantages(
 ) -> tuple[dict[str, list[Tensor]], Stats]:
     """Adds the columns `advantage` [response] (and `importance`, `valid`, where options ask for them).
 
-        A_j = sum over k >= j of r_k - score(greedy),  r = -kl_coef * KL, plus the score at the last token
+        A_j = sum over k >= j of r_k - score(greedy),  r = -kl_coef * KL, plus the token's score, or that of
+                                                the response at the last token
 
-    rollout: `prompt`, `seq`, `logprob`; scores, greedy_scores: `reward` [1] (`valid`) of the sample and of the greedy
-    response to the same prompt; ref: `ref_logprob`, None with kl_coef = 0; old: `old_logprob`. A sample counts if both
-    rewards do.
+    rollout: `prompt`, `seq`, `logprob`; scores, greedy_scores: `reward` [1] or [response] (`valid`) of the sample and
+    of the greedy response to the same prompt, score(greedy) the sum over the latter's tokens; ref: `ref_logprob`, None
+    with kl_coef = 0; old: `old_logprob`. A sample counts if both rewards do.
 
     Returns:
         Columns; statistics: those of `filtered_stats`, and `greedy_reward_mean`.
@@ -42,8 +44,8 @@ def remax_advantages(
     Source: Li et al., "ReMax" (2024), algorithm 1 and equation 8.
     """
     is_valid = validity(scores) & validity(greedy_scores)
-    rewards = penalised_rewards(rewards_of(scores), rollout, ref, options.kl_coef, options.kl_estimator)
-    greedy_rewards = rewards_of(greedy_scores, "reward of the greedy response")
+    rewards = penalised_rewards(rewards_of(scores, rollout), rollout, ref, options.kl_coef, options.kl_estimator)
+    greedy_rewards = sums_of(rewards_of(greedy_scores, None, "reward of the greedy response"))
     advantages = [sums - greedy for sums, greedy in zip(F.rewards_to_go(rewards), greedy_rewards, strict=True)]
     columns = {
         "reward": scores.reward,  # not the greedy one's, which comes after it among the arguments

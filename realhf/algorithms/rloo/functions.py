@@ -17,6 +17,7 @@ from realhf.algorithms.samples import (
     lengths_of,
     of_ids,
     rewards_of,
+    sums_of,
     valid_column,
     validity,
 )
@@ -37,14 +38,14 @@ def rloo_advantages(
     """Adds the column `advantage` [response], the same number at each token (`leave_one_out_advantages`); and
     `importance`, `valid`, where options ask for them.
 
-    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] (`valid`); ref: `ref_logprob`, None with kl_coef = 0; old:
-    `old_logprob`, the policy's own log-probabilities before training.
+    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1], or [response], whose sum counts (`valid`); ref:
+    `ref_logprob`, None with kl_coef = 0; old: `old_logprob`, the policy's own log-probabilities before training.
 
     Returns:
         Columns; statistics: those of `filtered_stats`, and of `informative_share`.
     """
     is_valid = validity(scores)
-    score = rewards_of(scores)
+    score = sums_of(rewards_of(scores, rollout))
     if rloo.reward_clip:
         score = score.clamp(-rloo.reward_clip, rloo.reward_clip)
     share = informative_share(*in_groups(context, scores.ids, score, is_valid))

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from realhf.algorithms import functional as F
-from realhf.algorithms.ppo.functions import ppo_estimates, ppo_value, step_kl_coef
+from realhf.algorithms.ppo.functions import ppo_estimates, ppo_value, standardised_rewards, step_kl_coef
 from realhf.algorithms.safe_rlhf.config import SafeRLHF
 from realhf.algorithms.samples import (
     filtered_stats,
@@ -14,6 +14,7 @@ from realhf.algorithms.samples import (
     is_whole,
     penalised_rewards,
     rewards_of,
+    sums_of,
     valid_column,
     validity,
 )
@@ -26,7 +27,7 @@ LOG_MULTIPLIER = "log_multiplier"
 
 
 def judged(scores: Columns, values: Columns) -> dict[str, list[Tensor]]:
-    """The columns `reward` [1] and `value` [response] (and `valid`) of one judge and its critic."""
+    """The columns `reward` [1] or [response] and `value` [response] (and `valid`) of one judge and its critic."""
     columns = {"reward": scores.reward, "value": values.value}
     valid = scores.get("valid")
     return columns if valid is None else columns | {"valid": valid}
@@ -44,8 +45,8 @@ def safe_advantages(
 ) -> tuple[dict[str, list[Tensor]], Stats]:
     """Adds the columns `advantage`, `return`, `cost_return` [response] (and `importance`, `valid`).
 
-        reward of a token: -kl_coef * KL, plus the standardised reward at the last token
-        cost of a token:   +kl_coef * KL, plus cost / cost_std at the last token
+        reward of a token: -kl_coef * KL, plus its standardised reward, or that of the response at the last token
+        cost of a token:   +kl_coef * KL, plus its cost / cost_std, or that of the response at the last token
         A = (A_reward - lambda * A_cost) / (1 + lambda), each by GAE with its own critic, and whitened
 
     The multiplier lambda of the next step is left in `context.state` (`updated_multiplier`, by the mean cost of this
@@ -63,14 +64,15 @@ def safe_advantages(
     """
     is_valid = validity(reward) & validity(cost)
     kl_coef, stats = step_kl_coef(rollout, ref, is_valid, safe, context)
-    rewards = F.standardised_score(rewards_of(reward), safe.reward_mean, safe.reward_std, safe.reward_clip)
-    costs = F.standardised_score(rewards_of(cost, "cost"), 0.0, safe.cost_std, safe.reward_clip)
+    rewards = standardised_rewards(rewards_of(reward, rollout), safe)
+    given = rewards_of(cost, rollout, "cost")
+    costs = [F.standardised_score(one, 0.0, safe.cost_std, safe.reward_clip) for one in given]
     rewards_of_tokens = penalised_rewards(rewards, rollout, ref, kl_coef, safe.kl_estimator)
     # The cost is taken away, so its penalty has the other sign.
     costs_of_tokens = penalised_rewards(costs, rollout, ref, -kl_coef, safe.kl_estimator)
     of_reward = ppo_estimates(rewards_of_tokens, reward, is_valid, safe, context)
     of_cost = ppo_estimates(costs_of_tokens, cost, is_valid, safe, context)
-    multiplier, of_costs = _multiplier(rollout, cost, is_valid, safe, context)
+    multiplier, of_costs = _multiplier(rollout, sums_of(given), is_valid, safe, context)
     columns = {
         "advantage": [
             F.constrained_advantage(a, c, multiplier)
@@ -94,11 +96,10 @@ def safe_advantages(
 
 
 def _multiplier(
-    rollout: Columns, cost: Columns, is_valid: Tensor, safe: SafeRLHF, context: Context
+    rollout: Columns, costs: Tensor, is_valid: Tensor, safe: SafeRLHF, context: Context
 ) -> tuple[float, Stats]:
-    """The multiplier of this step; that of the next one is left in `context.state`."""
+    """The multiplier of this step, from `costs` [batch]; that of the next one is left in `context.state`."""
     log_multiplier = context.state.get(LOG_MULTIPLIER, math.log(safe.multiplier))
-    costs = rewards_of(cost, "cost")
     grouped, is_counted = in_groups(context, rollout.ids, costs, is_valid)
     if is_counted.any():
         mean_cost = float(grouped.sum()) / int(is_counted.sum())

@@ -13,7 +13,9 @@ from realhf.algorithms.responses import (
     response_distributions,
     response_logprobs,
     response_values,
+    token_scores,
 )
+from realhf.algorithms.samples import sums_of
 from realhf.algorithms.script.evaluate import Evaluation
 from realhf.algorithms.script.rows import as_rollouts
 from realhf.algorithms.statistics import mean_of
@@ -150,9 +152,10 @@ class ScoreInterface(_Inference):
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         (key,) = self.config.output_data
-        result = self.run(model, batch, context, lambda head, part: {key: last_scores(head, part)})
+        scores = token_scores if self.config.per_token else last_scores
+        result = self.run(model, batch, context, lambda head, part: {key: scores(head, part)})
         if not result.outputs:
             return result
-        given = torch.cat(result.outputs[key]).double()
+        given = sums_of([score.double() for score in result.outputs[key]])
         powers = {name: mean_of(given**power) for power, name in enumerate(self.config.statistics, 1)}
         return replace(result, stats=result.stats | powers)

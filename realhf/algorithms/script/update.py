@@ -69,9 +69,7 @@ class UpdateInterface:
             return CallResult()
         own = ("loss", "grad_norm", "lr", "skipped_mini_batches", "stopped_after", KL_STATISTIC)
         named = prefixed(c.prefix, {name: stats.pop(name) for name in own if name in stats})
-        of_rollouts = c.rows == "rollout" and (c.reports is None or "rollout" in c.reports)
-        first = add_stats(rollout_stats(batch.data) for batch in terms[0]) if of_rollouts else {}
-        return CallResult(stats={**first, **stats, **named, **evaluation.stats})
+        return CallResult(stats={**_of_rollouts(c, terms[0]), **stats, **named, **evaluation.stats})
 
     def _agreed(self, mini_batches: Sequence[Batch], context: Context) -> tuple[list[list[float]], list[int]]:
         """By mini-batch what the losses are divided by, of all ranks, and micro-batches: those of the plan, times as
@@ -178,8 +176,9 @@ class MeasureInterface:
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         c = self.config
         evaluation = Evaluation(batch, context, c.reports)
-        rows = _with_term(as_rollouts(evaluation.batch(c.batch), c.rows), 0)
-        parts: list[Stats] = [evaluation.stats]
+        read = evaluation.batch(c.batch)
+        rows = _with_term(as_rollouts(read, c.rows), 0)
+        parts: list[Stats] = []
 
         def measure(head: Head, part: Batch) -> dict[str, list[Tensor]]:
             counted = [i for i, term in enumerate(_terms_of(part)) if term != _LEFT_OUT]
@@ -190,7 +189,10 @@ class MeasureInterface:
             return {}
 
         model.forward(rows, "seq", measure, context.micro_batches)
-        return CallResult(stats=add_stats(parts)) if context.holds_outputs else CallResult()
+        if not context.holds_outputs:
+            return CallResult()
+        stats = {**_of_rollouts(c, [read]), **add_stats(parts), **evaluation.stats}
+        return CallResult(stats=prefixed(c.name, stats))
 
 
 class _Loss:
@@ -269,6 +271,12 @@ class _Loss:
         if self._is_by_sequence:
             factors.append(_of_tokens(rows, self.term.loss.reduction))
         return math.prod(factors, start=torch.ones_like(factors[0])) if factors else None
+
+
+def _of_rollouts(config: Update | Measure, batches: Sequence[Batch]) -> Stats:
+    """The statistics of rollouts, where the call reads and reports them."""
+    is_reported = config.reports is None or "rollout" in config.reports
+    return add_stats(rollout_stats(batch.data) for batch in batches) if is_reported and config.rows == "rollout" else {}
 
 
 def _device_of(batches: Sequence[Batch]) -> torch.device:

@@ -18,12 +18,15 @@ from realhf.rewards.sources import READY, RewardSource, load_rewards, notes_of
 class TextReward(FunctionOptions, ScriptCall):
     """INFERENCE: `reward` [1] float32 of `prompt` and `seq`, by functions on texts; runs beside the devices.
 
-    The reward of a sample is the sum of weight * value over the functions that give it a value. Where `on_error` is
-    "drop", the call also has the output `valid` [1]: 0 for a sample that is to count in no loss and no statistic.
+    The reward of a sample is the sum of weight * value over the functions that give it a value. It is [response] where
+    a function gives a value for each token; a value for the whole response is then a part of the last token's. Where
+    `on_error` is "drop", the call also has the output `valid` [1]: 0 for a sample that is to count in no loss and no
+    statistic.
 
-    Statistics: `reward_total` (the mean reward of the samples that count), `reward_NAME` for each function (the mean of
-    the values that it gave), `reward_failures` (the share of samples for which a function failed) and `reward_seconds`
-    (of all functions, a sample), and what functions of TRL's form log (`log_metric`), with `prefix` in front of them.
+    Statistics, where values of tokens count as their sum: `reward_total` (the mean reward of the samples that count),
+    `reward_NAME` for each function (the mean of the values that it gave), `reward_failures` (the share of samples for
+    which a function failed) and `reward_seconds` (of all functions, a sample), and what functions of TRL's form log
+    (`log_metric`), with `prefix` in front of them.
     """
 
     implementation: ClassVar[str] = "realhf.algorithms.text_reward.interface:TextRewardInterface"

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,7 +51,10 @@ class TextRewardInterface:
         if not context.holds_outputs:
             return CallResult()
         device = rollouts.data["seq"][0].device
-        columns = ([score.reward for score in scores], [float(score.is_valid) for score in scores])
+        columns: tuple[list[tuple[float, ...]], ...] = (
+            [score.of_tokens or (score.reward,) for score in scores],
+            [(float(score.is_valid),) for score in scores],
+        )
         outputs = {key: _column(values, device) for key, values in zip(config.output_data, columns, strict=False)}
         asked = dict.fromkeys(column for function in pool.functions for column in function.columns)
         return CallResult(
@@ -77,6 +81,7 @@ class TextRewardInterface:
                 response=self.response_text(tokens),
                 tokens=tokens,
                 with_tokens=self._pool.wants_tokens,
+                token_texts=self._tokenizer.pieces(tokens) if self._pool.wants_token_texts else (),
             )
             samples.append(replace(sample, id=id, step=context.steps_made, steps=context.steps))
         return samples
@@ -114,9 +119,10 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _column(values: Sequence[float], device: torch.device) -> list[Tensor]:
-    """[1] float32 for each value."""
-    return list(torch.tensor(values, dtype=torch.float32, device=device).split(1))
+def _column(values: Sequence[Sequence[float]], device: torch.device) -> list[Tensor]:
+    """Per sample [values] float32."""
+    flat = torch.tensor([*chain(*values)], dtype=torch.float32, device=device)
+    return list(flat.split([len(of_sample) for of_sample in values]))
 
 
 @lru_cache(maxsize=8)  # a tokenizer takes a second to read

@@ -15,9 +15,10 @@ def sample_of(
     response: str,
     tokens: Sequence[int],
     with_tokens: bool,
+    token_texts: Sequence[str] = (),
 ) -> Sample:
     """A response to the prompt of a row, as the first sample of a run's first step. `tokens` are those of the response;
-    the sample has them where a function asks for them (`with_tokens`)."""
+    the sample has them where a function asks for them (`with_tokens`), and so `token_texts`."""
     return Sample(
         id=0,
         step=0,
@@ -26,6 +27,7 @@ def sample_of(
         response=response,
         tokens=tuple(tokens) if with_tokens else (),
         num_tokens=len(tokens),
+        token_texts=tuple(token_texts),
         messages=messages_of(row),
         row=row,
     )

@@ -35,7 +35,14 @@ def try_rewards(
         tokens = texts.encode(RESPONSE, special=False)
     except ValueError:  # a small vocabulary
         tokens = []
-    sample = sample_of(row, prompt=texts.decode(prompt), response=RESPONSE, tokens=tokens, with_tokens=True)
+    sample = sample_of(
+        row,
+        prompt=texts.decode(prompt),
+        response=RESPONSE,
+        tokens=tokens,
+        with_tokens=True,
+        token_texts=texts.pieces(tokens),
+    )
     try:
         pool = RewardPool(called, replace(options, on_error="fail", processes=1), log=io.BytesIO())
         try:

@@ -175,12 +175,14 @@ class Values(ScriptCall):
 class Score(ScriptCall):
     """INFERENCE: `seq` -> `reward` [1], the value of the sequence at its last token.
 
+    per_token: `prompt`, `seq` -> `reward` [response], the values at the tokens of the response; their sum is its score.
     statistics: the names of the mean of the scores and of their squares, as far as they are given.
     """
 
     implementation: ClassVar[str] = f"{_ROOM}.rollouts:ScoreInterface"
     columns: ClassVar[tuple[str, ...]] = ("reward",)
 
+    per_token: bool = False
     statistics: tuple[str, ...] = ()
 
 
@@ -267,12 +269,16 @@ class Update(Term, ScriptCall):
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(Term, ScriptCall):
-    """INFERENCE: the loss of an update on rows that it does not learn from, as the statistic `loss`, with `prefix` in
-    front of it, and the statistics that the loss gives."""
+    """INFERENCE: the loss of an update, without an optimizer step, as the statistic `loss`, with `prefix` in front of
+    it; of rollouts also the statistics that `Update` gives of them.
+
+    name: what all of its statistics begin with, those of the loss, the rollouts and tensor functions too.
+    """
 
     implementation: ClassVar[str] = f"{_ROOM}.update:MeasureInterface"
 
     prefix: str = ""
+    name: str = ""
 
     @property
     def sequence_keys(self) -> tuple[str, ...]:

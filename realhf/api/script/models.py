@@ -46,7 +46,7 @@ from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
 Data = Columns | ScriptData
 
 # The methods of models that train none.
-READING = ("generate", "logprobs", "distributions", "values", "score")
+READING = ("generate", "logprobs", "distributions", "values", "score", "compute_loss")
 
 ROLLOUT = "give the result of generate, or a tensor function's that was given it"
 
@@ -128,7 +128,7 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
         max_kl: float | None,
         name: str,
     ) -> None:
-        trace, terms = self._trace, [self._term(*one) for one in (term, *also)]
+        trace, terms = self._trace, [self._term("update", *one) for one in (term, *also)]
         if trace.is_evaluation:
             self._measure(terms[0], name)
             return
@@ -165,20 +165,39 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
         config = Measure(**vars(term), reports=self._trace.read(term.batch), prefix=self._name)
         self._trace.add(request, config, in_reading_order(term.batch))
 
-    def _term(self, batch: Any, loss: Any, coef: float = 1.0) -> Term:
-        read = self._columns(batch, "update")
+    def compute_loss(self, batch: Data, loss: BoundLoss | LossFunction, *, name: str = "") -> None:
+        """The statistics that an update on `batch` would give before its step, of the same loss; trains nothing. Their
+        names begin with `name`, by default with `computed`.
+
+        Source: `compute_loss` of HybridFlow (Sheng et al., 2025), for pretraining data; here for any rows.
+        """
+        trace, begin = self._trace, name or "computed"
+        for call in trace.calls:
+            made = call.interface_impl
+            if call.model_name == self._name and isinstance(made, Measure) and made.name == begin:
+                raise script_error(
+                    f"{self._name}.compute_loss gives statistics that begin with {begin!r}, and those of {call.name} "
+                    "do too; give one of the calls another name, such as name='second'"
+                )
+        term = self._term("compute_loss", batch, loss)
+        trace.read(term.batch)
+        request = Request(model=self._name, method="compute_loss", kind=INFERENCE, name=name)
+        trace.add(request, Measure(**vars(term), prefix=self._name, name=begin), in_reading_order(term.batch))
+
+    def _term(self, method: str, batch: Any, loss: Any, coef: float = 1.0) -> Term:
+        read = self._columns(batch, method)
         if isinstance(loss, LossFunction):
             loss = loss()
         if not isinstance(loss, BoundLoss):
             raise script_error(
-                f"{self._name}.update needs a loss, and was given a {type(loss).__name__}; mark one with "
-                "loss_function and call it with its hyperparameters: update(batch, my_loss(hp))"
+                f"{self._name}.{method} needs a loss, and was given a {type(loss).__name__}; mark one with "
+                f"loss_function and call it with its hyperparameters: {method}(batch, my_loss(hp))"
             )
         check_in_script(loss.function)
         known = dict(read._view.columns)
         rows: Rows = next((kind for kind in SEQUENCES if all(name in known for name in SEQUENCES[kind])), "rollout")
         needs = {"rollout": ("prompt", "seq"), "examples": ("tokens", "prompt_length"), "pairs": ("prompt",)}[rows]
-        read._needs(needs, f"{self._name}.update", "give a rollout, or data of the kind Examples or Pairs")
+        read._needs(needs, f"{self._name}.{method}", "give a rollout, or data of the kind Examples or Pairs")
         return Term(loss, batch=read._view, rows=rows, temperature=read._origin.temperature or 1.0, coef=coef)
 
 
@@ -315,15 +334,19 @@ class ValueModel(ScriptModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(ValueModel):
-    """A model with a scalar head that scores a whole sequence at its last token."""
+    """A model with a scalar head that scores a whole sequence at its last token, or with `per_token` each token of the
+    response."""
+
+    per_token: Annotated[bool, tyro.conf.Suppress] = False
 
     def score(self, rollout: Columns, *, key: str = "reward", name: str = "") -> Columns:
-        """The column `reward` [1]."""
+        """The column `reward` [1], or with `per_token` [response]."""
         request = Request(model=self._name, method="score", kind=INFERENCE, outputs=(key,), name=name)
         read = self._columns(rollout, "score")
         mean = "_".join(filter(None, (read._origin.suffix, self._name, "mean")))
         statistics = (mean,) if self._trace.is_evaluation else ()
-        return self._infer(request, Score, read, ("seq",), statistics=statistics)
+        needs = ("prompt", "seq") if self.per_token else ("seq",)
+        return self._infer(request, Score, read, needs, per_token=self.per_token, statistics=statistics)
 
 
 def in_reading_order(view: View) -> list[str]:

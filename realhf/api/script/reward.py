@@ -48,6 +48,9 @@ class Reward(FunctionOptions, ScriptParameter):
         ),
     ] = ""
     new_head: Annotated[bool, Option("put a new head on the reward model's layers", group=NEEDED)] = False
+    per_token: Annotated[
+        bool, Option("the reward model scores each token of a response, not the last one alone", group=NEEDED)
+    ] = False
     backend: Annotated[str, BACKEND_OPTION] = NATIVE
     compute: ComputeConfig = field(default_factory=ComputeConfig)
 
@@ -56,6 +59,11 @@ class Reward(FunctionOptions, ScriptParameter):
         if self.functions and self.model:
             raise UserError(
                 f"the reward has functions ({', '.join(self.functions)}) and the model {self.model}; give one kind"
+            )
+        if self.functions and self.per_token:
+            raise UserError(
+                f"per_token=True is for a reward model, and the reward has functions ({', '.join(self.functions)}); "
+                "leave it out: a function that returns a list with a number for each token is taken so"
             )
 
     def with_default(self, functions: tuple[str, ...]) -> Self:
@@ -69,10 +77,12 @@ class Reward(FunctionOptions, ScriptParameter):
                 f"there is no reward; give --{name} FILE.py:FUNCTION, a function of texts, or --{name}.model DIR, a "
                 "reward model; a task (`realhf data --list`) brings its own"
             )
-        return RewardModel(model=self.model, new_head=self.new_head, backend=self.backend, compute=self.compute)
+        names = ("model", "new_head", "per_token", "backend", "compute")
+        return RewardModel(**{name: getattr(self, name) for name in names})
 
     def score(self, rollout: Columns, *, key: str = "reward", name: str = "") -> Columns:
-        """The column `reward` [1]; with `on_error="drop"` also `valid` [1], 0 for samples that are to count nowhere."""
+        """The column `reward` [1], or [response] where a function gives each token a value; with `on_error="drop"` also
+        `valid` [1], 0 for samples that are to count nowhere."""
         trace, parameter = self._in_script
         if not isinstance(rollout, SymbolicColumns) or rollout._view.function is not None:
             raise script_error(f"{parameter}.score reads a rollout, and was given {rollout!r}; {ROLLOUT}")
