@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
-from tokenizers.decoders import DecodeStream
 
 from realhf.api.data_options import DEFAULT_DATE
 from realhf.base.errors import UserError
@@ -21,6 +20,8 @@ Tokens = list[int]
 TOKENIZER_FILE = "tokenizer.json"
 _TEMPLATES = "additional_chat_templates"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+# What stands for bytes that are no character yet; a character has at most as many bytes.
+_NO_CHARACTER, _MOST_BYTES = "\N{REPLACEMENT CHARACTER}", 4
 # A tokenizer.json alone does not say which of its special tokens ends a text; these names do.
 END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>")
 
@@ -168,11 +169,23 @@ class TextTokenizer:
         return text
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """What each token adds to the text of those before it, without special tokens: "" for one that is special, or
-        that a character does not end with. Joined they are the text, but for a character that has no end."""
-        stream = DecodeStream(skip_special_tokens=True)
-        with no_panic():
-            return [stream.step(self._tokenizer, token) or "" for token in tokens]
+        """What each token adds to the text of those before it: "" where it is special, or only begins a character.
+        Joined they are the text that `decode` gives, where no character is broken off.
+
+        Each token is decoded behind those that made the piece before it, since what a token is depends on them (a
+        space at the beginning of a text, say).
+        """
+        found: list[str] = []
+        begin = read = waiting = 0
+        for end in range(1, len(tokens) + 1):
+            before, text = self.decode(tokens[begin:read]), self.decode(tokens[begin:end])
+            waiting = waiting + 1 if text.endswith(_NO_CHARACTER) else 0
+            if len(text) > len(before) and (waiting in (0, _MOST_BYTES) or end == len(tokens)):
+                found.append(text[len(before) :])
+                begin, read, waiting = read, end, 0
+            else:
+                found.append("")
+        return found
 
     # --- Chats.
 

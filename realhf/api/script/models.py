@@ -180,7 +180,9 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
                     "do too; give one of the calls another name, such as name='second'"
                 )
         term = self._term("compute_loss", batch, loss)
-        trace.read(term.batch)
+        if trace.is_evaluation and term.rows == "rollout":  # as of an update
+            return
+        trace.look(term.batch)
         request = Request(model=self._name, method="compute_loss", kind=INFERENCE, name=name)
         trace.add(request, Measure(**vars(term), prefix=self._name, name=begin), in_reading_order(term.batch))
 

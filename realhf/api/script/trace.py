@@ -69,6 +69,7 @@ class Trace:
     _lines: dict[str, str] = field(default_factory=dict)  # of each call, by its name
     _numbers: Iterator[int] = field(default_factory=count)  # of tensor functions
     _unread: dict[int, tuple[str, str]] = field(default_factory=dict)  # name and line of those that no call reads yet
+    _looked_at: set[int] = field(default_factory=set)  # by calls with statistics of their own
 
     @property
     def has_rollout_statistics(self) -> bool:
@@ -123,9 +124,14 @@ class Trace:
         numbers = dict.fromkeys(application.number for application in view.applications)
         return tuple(number for number in numbers if self._unread.pop(number, None))
 
+    def look(self, view: View) -> None:
+        """Notes that a call reads a view whose statistics it gives under names of its own: another call that reads it
+        gives them too."""
+        self._looked_at.update(application.number for application in view.applications)
+
     def check_read(self) -> None:
         """Raises UserError where nothing reads the result of a tensor function."""
-        for what, line in self._unread.values():
+        for what, line in (place for number, place in self._unread.items() if number not in self._looked_at):
             raise ScriptError(
                 f"{line}: nothing reads the result of {what}, and a tensor function runs within the call that reads "
                 "it; give it to a call, such as update, or leave it out"

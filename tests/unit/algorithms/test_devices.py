@@ -41,7 +41,7 @@ BATCH = Batch((0, 1), {"prompt": away(1, 2, dtype=torch.int64), "seq": away(3, 4
         (lambda: F.last_positions([3, 4], META), (2,), torch.int64),
         (lambda: F.response_sums(away(5)[0], lengths_of(away(2, 3))), (5,), torch.float64),
         (lambda: F.response_means(away(5)[0], lengths_of(away(2, 3))), (5,), torch.float64),
-        (lambda: text_reward._column([0.5, 1.0], META)[1], (1,), torch.float32),
+        (lambda: text_reward._column([(0.5,), (1.0, 2.0)], META)[1], (2,), torch.float32),
         (lambda: last_scores(away(7)[0], BATCH)[1], (1,), torch.float64),
     ],
 )

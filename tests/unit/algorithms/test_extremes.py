@@ -26,7 +26,6 @@ from realhf.algorithms.rloo.functions import rloo_advantages, rloo_policy
 from realhf.algorithms.safe_rlhf.config import SafeRLHF
 from realhf.algorithms.safe_rlhf.functions import safe_advantages
 from realhf.engine.batch import Batch
-from realhf.engine.returned import InterfaceError
 from tests.unit.algorithms.conftest import SingleContext
 from tests.unit.algorithms.rollouts import LENGTHS, batch_of, columns_of, random_columns
 
@@ -373,30 +372,3 @@ def test_values_of_empty_responses() -> None:
     losses, stats = ppo_value(torch.cat(data["new_value"]), batch, PPOHyperparameters())
     assert losses.shape == (sum(EMPTY),)
     assert stats["value_mean"][1] == sum(EMPTY)
-
-
-# --- A reward is one number a response.
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-@pytest.mark.parametrize("shape", [(3,), (0,), (1, 1)])
-def test_a_reward_per_token_is_refused(name: str, shape: tuple[int, ...]) -> None:
-    data = random_columns(0)
-    data["reward"][2] = torch.ones(shape)
-    told = (
-        rf"'reward' of sample 2 has the shape \[{', '.join(map(str, shape))}\], must be \[1\]: .*\.sum\(\)\.view\(1\)"
-    )
-    with pytest.raises(InterfaceError, match=told):
-        ADVANTAGES[name](columns_of(data), surroundings())
-
-
-def test_costs_and_the_rewards_of_greedy_responses_per_token_are_refused() -> None:
-    data = random_columns(0)
-    good, bad = columns_of(data), columns_of({**data, "reward": data["logprob"]})
-    with pytest.raises(InterfaceError, match=r"'cost' of sample 0 has the shape \[3\]"):
-        safe_advantages(good, good, good, bad, SafeRLHF(), context=surroundings())
-    with pytest.raises(InterfaceError, match=r"'reward of the greedy response' of sample 0 has the shape \[3\]"):
-        remax_advantages(good, good, bad, good, ReMax())
-    wrong = columns_of({**data, "valid": data["logprob"]})
-    with pytest.raises(InterfaceError, match=r"'valid' of sample 0 has the shape \[3\]"):
-        group_advantages(good, wrong, good, GRPO(), context=surroundings())

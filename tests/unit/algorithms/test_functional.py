@@ -47,13 +47,17 @@ def test_kl_estimates():
 
 def test_standardised_score_is_clipped_after_standardising():
     # (7 - 1) / 2 = 3; (13 - 1) / 2 = 6 -> 5; (-11 - 1) / 2 = -6 -> -5.
-    assert_close(F.standardised_score(f64(7, 13, -11), mean=1, std=2, clip=5), [3, 5, -5])
+    for score, expected in ((7, 3), (13, 5), (-11, -5)):
+        assert_close(F.standardised_score(f64(score), mean=1, std=2, clip=5), [expected])
+    # Of tokens the mean of responses is taken from the last one alone: 7/2, 13/2, (7 - 1)/2.
+    assert_close(F.standardised_score(f64(7, 13, 7), mean=1, std=2, clip=5), [3.5, 5, 3])
 
 
 def test_kl_penalised_rewards():
     # -0.1 * (-1 - -2) = -0.1; -0.1 * (-3 - -1) = 0.2; -0.1 * (-2 - -2) = 0, plus the score 4 at the end.
     logprob, ref = f64(-1, -3, -2), f64(-2, -1, -2)
     assert_close(F.kl_penalised_rewards(f64(4), logprob, ref, kl_coef=0.1), [-0.1, 0.2, 4.0])
+    assert_close(F.kl_penalised_rewards(f64(1, 2, 4), logprob, ref, kl_coef=0.1), [0.9, 2.2, 4.0])
     assert_close(logprob, [-1, -3, -2])  # the input is left as it was
 
 

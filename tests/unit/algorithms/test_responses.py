@@ -10,6 +10,7 @@ from realhf.algorithms.responses import (
     response_tokens,
     response_values,
     responses,
+    token_scores,
 )
 from realhf.engine.batch import Batch
 from realhf.parallel.vocabulary import WholeLogits
@@ -36,6 +37,11 @@ def test_a_token_is_predicted_by_the_position_before_it(batch: Batch) -> None:
     assert torch.allclose(response_logprobs(WholeLogits(table), batch), plain)
     assert torch.allclose(found, torch.stack([expected[position, token] for position, token in pairs]))
     assert response_values(table[:, 0], batch).tolist() == [float(table[position, 0]) for position, _ in pairs]
+
+
+def test_a_token_is_scored_at_its_own_position(batch: Batch) -> None:
+    head = torch.arange(8.0)
+    assert [x.tolist() for x in token_scores(head, batch)] == [[2, 3, 4], [6, 7]]
 
 
 def test_between_samples_and_tokens(batch: Batch) -> None:

@@ -21,6 +21,7 @@ from realhf.algorithms.samples import (
     responses,
     rewards_of,
     rollout_stats,
+    sums_of,
     valid_column,
     validity,
 )
@@ -56,9 +57,11 @@ def test_samples_count_where_valid_is_above_zero() -> None:
 
 
 def test_one_number_a_response() -> None:
-    given = Columns((4, 7), {"reward": [torch.tensor([1.5]), torch.tensor([-2.0])]})
-    assert rewards_of(given).tolist() == [1.5, -2.0]
-    assert rewards_of(given).dtype == torch.float64
+    given = Columns((4, 7), {"reward": [torch.tensor([1.5]), torch.tensor([-2.0, 0.5])]})
+    rewards = rewards_of(given, rollout([5, 5], [5, 5]))
+    assert [(x.tolist(), x.dtype) for x in rewards] == [([1.5], torch.float64), ([-2.0, 0.5], torch.float64)]
+    assert sums_of(rewards).tolist() == [1.5, -1.5]
+    assert sums_of(rewards[:1]).tolist() == [1.5]
     with pytest.raises(InterfaceError, match=r"'cost' of sample 7 has the shape \[\], must be \[1\]"):
         of_responses("cost", [torch.zeros(1), torch.tensor(1.0)], (4, 7))
 

@@ -118,6 +118,11 @@ def test_the_statistic_of_scores(scalar_model: Any, context: Any) -> None:
     costs = torch.cat(result.outputs["cost"])
     assert result.stats["cost_mean"] == pytest.approx((float(costs.sum()), 4.0))
     assert result.stats["cost_square"] == pytest.approx((float(costs.square().sum()), 4.0))
+    each = ScoreInterface(Score(batch=ROLLOUT, per_token=True, statistics=("mean",)))
+    result = each.inference(model, rollouts(), context(micro_batches=2))
+    assert [len(x) for x in result.outputs["reward"]] == [3, 1, 2, 4]
+    assert [x[-1:].tolist() for x in result.outputs["reward"]] == costs[:, None].tolist(), "the last is the response's"
+    assert result.stats == {"mean": pytest.approx((float(torch.cat(result.outputs["reward"]).sum()), 4.0))}
     plain = ScoreInterface(Score(batch=ROLLOUT))
     assert plain.inference(model, rollouts(), context()).stats == {}
 

@@ -291,9 +291,9 @@ def test_measuring_a_loss_changes_nothing(language_model: Any, context: Any) -> 
         assert stats["actor_loss"] == pytest.approx((-2 * (each[0].sum() + each[2].sum()).item(), 5.0))
         assert stats["mine"] == (2.0, parts)
     assert torch.equal(model.module.head.weight, before)
-    assert set(stats) == {"actor_loss", "mine"}
+    assert set(stats) == {"actor_loss", "mine", "response_length"}
     drawn = View((*ROLLOUT.columns, ("logprob", "logprob")))
-    with_logprob = Measure(loss_function(loss)(), batch=drawn, prefix="actor")
+    with_logprob = Measure(loss_function(loss)(), batch=drawn, prefix="actor", reports=())
     drawn_batch = rollouts(logprob=[x.detach() for x in each])
     stats = MeasureInterface(with_logprob).inference(model, drawn_batch, context()).stats
     assert set(stats) == {"actor_loss", "mine"}

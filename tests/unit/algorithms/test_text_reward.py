@@ -61,6 +61,10 @@ def counts(prompt, response, number):
     with open(__file__.replace("functions.py", "calls"), "a") as file:
         print(prompt, response, number, sep="|", file=file)
     return 1
+
+def letters(response, response_ids, response_tokens):
+    assert len(response_ids) == len(response_tokens)
+    return [float(text in "ab" and text != "") for text in response_tokens]
 """
 
 
@@ -121,6 +125,19 @@ def test_texts_and_columns_become_rewards(make: Any) -> None:
     assert result.stats["reward_seen"] == result.stats["reward_total"]
     assert result.stats["reward_failures"] == (0, 2)
     assert result.stats["reward_seconds"][1] == 2
+
+
+def test_rewards_of_tokens(make: Any) -> None:
+    """`.` is the end token, whose text is empty; the last reward is of the whole response."""
+    batch = rollouts("cab.", "c", ".")
+    config = make("letters", "logging")
+    result = TextRewardInterface(config).inference(None, batch, RowContext())  # type: ignore[arg-type]
+    taken = check_result(result, batch.ids, declared={"reward"}, recorded=(), holds_outputs=True)
+    assert [x.tolist() for x in taken.outputs["reward"]] == [[0, 1, 1, 1], [1], [1]]
+    assert {x.dtype for x in taken.outputs["reward"]} == {torch.float32}
+    assert result.stats["reward_total"] == (5, 3)
+    assert result.stats["reward_letters"] == (2, 3)
+    assert result.details[3].rewards == {"letters": 2, "logging": 1}
 
 
 def test_a_failure_names_step_and_sample(make: Any) -> None:
@@ -285,7 +302,7 @@ def test_functions_get_rows_steps_and_tokens(make: Any, monkeypatch: pytest.Monk
     batch, context = rollouts("abc.", "b"), RowContext(row={"messages": [USER, ANSWER], "none": None})
     for wants_tokens in (True, False):
         functions = [SimpleNamespace(columns=("number", "none", "missing"))]
-        pool = Pool(wants_tokens=wants_tokens, names=(), functions=functions)
+        pool = Pool(wants_tokens=wants_tokens, wants_token_texts=wants_tokens, names=(), functions=functions)
         monkeypatch.setattr(interface, "_pool", lambda *given, pool=pool: pool)
         result = TextRewardInterface(make("seen")).inference(None, batch, context)  # type: ignore[arg-type]
         assert [reward.tolist() for reward in result.outputs["reward"]] == [[0.5], [0.5]]
@@ -293,6 +310,7 @@ def test_functions_get_rows_steps_and_tokens(make: Any, monkeypatch: pytest.Monk
         assert result.details == shown
     answers = [seq[len(prompt) :].tolist() for prompt, seq in zip(batch.data["prompt"], batch.data["seq"], strict=True)]
     assert [sample.tokens for sample in seen] == [tuple(answers[0]), tuple(answers[1]), (), ()]
+    assert [sample.token_texts for sample in seen] == [("a", "b", "c", ""), ("b",), (), ()]
     assert [(sample.id, sample.step, sample.num_tokens) for sample in seen] == [(3, 4, 4), (4, 4, 1)] * 2
     assert {sample.steps for sample in seen} == {20}
     assert [(sample.prompt, sample.response) for sample in seen] == [("cab>", "abc"), ("cab>", "b")] * 2

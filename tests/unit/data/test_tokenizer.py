@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -64,6 +64,34 @@ def test_text_becomes_the_tokens_of_transformers_and_comes_back(pair, text: str)
         assert ours.encode_batch([text, "the"], special=special)[0] == tokens
         for skip in (True, False):
             assert ours.decode(tokens, skip_special=skip) == theirs.decode(tokens, skip_special_tokens=skip)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=40))
+@example(text="é 漢字 🙂 the  other")
+def test_the_pieces_of_a_text(pair, text: str) -> None:
+    """Each token has one, and together they are the text; that of an end token is empty."""
+    ours, _ = pair
+    tokens = ours.encode(text, special=False)
+    pieces = ours.pieces([*tokens, *ours.end_tokens])
+    assert "".join(pieces) == ours.decode(tokens)
+    assert pieces[len(tokens) :] == [""] * len(ours.end_tokens)
+
+
+def test_pieces_are_characters_of_a_text(pair) -> None:
+    """A character of several tokens is at its last one; a space is with what follows it."""
+    ours, _ = pair
+    found = [piece for piece in ours.pieces(ours.encode("the the🙂é", special=False)) if piece]
+    assert found[0][0] == "t"
+    assert [piece[1:2] for piece in found if piece[0] == " "] == ["t"]
+    assert found[-2:] == ["🙂", "é"]
+
+
+def test_bytes_that_are_no_character_end_after_four_tokens(pair) -> None:
+    ours, _ = pair
+    *_, part, _ = ours.encode("🙂", special=False)
+    pieces = ours.pieces([part] * 9)
+    assert [bool(piece) for piece in pieces] == [False] * 3 + [True] + [False] * 3 + [True, True]
 
 
 @pytest.mark.parametrize("chat", CHATS)

@@ -16,6 +16,10 @@ def fine(response: str) -> float:
     return float(ord(response))
 
 
+def of_tokens(response: str, response_ids: list[int]) -> list[float]:
+    return [float(token) for token in response_ids][: -1 if response == "x" else None]
+
+
 def raises(response: str) -> float:
     if response == "x":
         raise ValueError("no x please")

@@ -83,6 +83,32 @@ def test_weights() -> None:
     assert other.reward == 0.5 * ord("b") + 3
 
 
+def test_values_of_tokens() -> None:
+    """They add up token by token; a value for the whole response is a part of the last token's."""
+    given = [sample(0, "a", tokens=(3, 1, 2)), sample(1, "b", tokens=(5,)), sample(2, "c")]
+    names = [f"{name('of_tokens')}=0.5", f"{name('of_tokens')}=2", f"{name('fine')}=-1", f"{name('without')}=3"]
+    with contextlib.closing(RewardPool(names, FunctionOptions())) as pool:
+        assert pool.wants_tokens
+        assert not pool.wants_token_texts
+        scores = pool.score(given)
+    ends = [3 - ord("a"), 3 - ord("b"), 3 - ord("c")]
+    assert [one.of_tokens for one in scores] == [(7.5, 2.5, 5.0 + ends[0]), (12.5 + ends[1],), ()]
+    assert [one.reward for one in scores] == [15 + ends[0], 12.5 + ends[1], ends[2]]
+    assert scores[0].values["of_tokens"] == 6
+
+
+@pytest.mark.parametrize("policy", ["zero", "drop"])
+def test_a_value_for_some_of_the_tokens_is_a_failure(policy: Any) -> None:
+    bad = sample(0, "x", tokens=(3, 1, 2))
+    [one] = score(["of_tokens", "fine"], [bad], on_error=policy)
+    [failure] = one.failures.values()
+    assert (failure.kind, one.is_valid, one.of_tokens) == ("value", policy == "zero", ())
+    assert "it returned 2 numbers for a response of 3 tokens; return one for each token" in failure.text
+    assert one.reward == (ord("x") if policy == "zero" else 0)
+    with pytest.raises(RewardError, match=r"of_tokens \(functions.py:\d+\) of step 3, sample 0.*2 numbers .*; correct"):
+        score(["of_tokens"], [bad])
+
+
 @settings(max_examples=5)
 @given(weights=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=4), response=st.sampled_from("ax"))
 def test_a_reward_is_the_weighted_sum_over_what_has_a_value(weights: list[float], response: str) -> None:

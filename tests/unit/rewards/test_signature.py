@@ -24,6 +24,7 @@ def test_texts() -> None:
     def other(response: str, level: int = 0, missing: int = 7) -> float: ...
     def rest(response: str, **row: Any) -> float: ...
     def length(completion: str, response_length: int) -> float: ...
+    def tokens(response: str, response_ids: list[int], response_tokens: list[str]) -> list[float]: ...
 
     assert arguments(plain) == {"prompt": "What is 2 + 2?", "response": "4", "answer": "4"}
     assert arguments(other) == {"response": "4", "level": 3}
@@ -31,6 +32,9 @@ def test_texts() -> None:
     assert arguments(length, sample(num_tokens=9)) == {"completion": "4", "response_length": 9}
     assert arguments(length, sample(num_tokens=0, tokens=(1, 2)))["response_length"] == 0
     assert arguments(length, sample(tokens=(1, 2)))["response_length"] == 2
+    given = sample(tokens=(7, 8), token_texts=("4", ""), row=ROW)
+    assert arguments(tokens, given) == {"response": "4", "response_ids": [7, 8], "response_tokens": ["4", ""]}
+    assert arguments(rest, given) == {"prompt": "What is 2 + 2?", "response": "4", **ROW}
 
 
 def test_the_response_is_the_model_s_even_where_the_data_have_a_column_of_that_name() -> None:
@@ -57,9 +61,13 @@ def test_batches() -> None:
 
 def test_lists_of_texts() -> None:
     def lengths(responses: list[str], response_lengths: list[int]) -> list[float]: ...
+    def tokens(responses: list[str], response_ids: list[Any], response_tokens: list[Any]) -> list[Any]: ...
     def rest(responses: list[str], **row: Any) -> list[float]: ...
 
     assert arguments(lengths, sample(num_tokens=9)) == {"responses": ["4"], "response_lengths": [9]}
+    pair = (sample(tokens=(7, 8), token_texts=("4", "")), sample(tokens=(7,), token_texts=("4",)))
+    assert arguments(tokens, *pair)["response_ids"] == [[7, 8], [7]]
+    assert arguments(tokens, *pair)["response_tokens"] == [["4", ""], ["4"]]
     # What only a few ask for is not among the rest.
     assert arguments(rest) == {"prompts": ["What is 2 + 2?"], "responses": ["4"], "answer": ["4"], "level": [3]}
 
@@ -70,7 +78,12 @@ def test_tokens_are_wanted_where_they_are_taken() -> None:
     def column(response: str, completion_ids: Any) -> float: ...
     def rest(response: str, **row: Any) -> float: ...
 
-    assert [recognise(one, "f").wants_tokens for one in (named, optional, column, rest)] == [True, True, False, False]
+    def ids(response: str, response_ids: list[int]) -> float: ...
+    def texts(response: str, response_tokens: Any = ()) -> float: ...
+
+    functions = (named, optional, column, rest, ids, texts)
+    assert [recognise(one, "f").wants_tokens for one in functions] == [True, True, False, False, True, False]
+    assert [recognise(one, "f").wants_token_texts for one in functions] == [False] * 5 + [True]
 
 
 def test_what_a_signature_has() -> None:
@@ -78,7 +91,7 @@ def test_what_a_signature_has() -> None:
     async def one(response: list[str], answer: str, level: int = 0, *, more: str, **row: Any) -> list[float]: ...
     def other(completions: list[Any]) -> list[float]: ...
 
-    texts = ("prompt", "response", "completion", "response_length")
+    texts = ("prompt", "response", "completion", "response_length", "response_ids", "response_tokens")
     assert recognise(one, "f") == Signature(
         "texts", True, True, texts, ("response", "answer", "more"), ("level",), True
     )

@@ -48,13 +48,20 @@ def test_numbers(value: Any, number: float | None) -> None:
         (float("-inf"), "-inf"),
         (np.float64("nan"), "nan"),
         ("1.0", r"'1.0' \(str\)"),
-        ([1.0], "list"),
-        (np.ones(2), "ndarray"),
+        ([1.0, 2.0], "it returned 2 numbers for a response of 1 tokens; return one for each token .*, or one number"),
+        ([], "0 numbers for a response of 1 tokens"),
+        (np.ones(2), "2 numbers"),
+        (np.ones((2, 2)), "ndarray"),
+        ([[1.0, 2.0]], r"\[1.0, 2.0\] \(list\) for token 0; return a finite number for each token"),
+        ((None,), "None .* for token 0"),
+        ([float("inf")], "inf .* for token 0"),
+        (["1"], "'1' .* for token 0"),
+        ({1.0}, "set"),
         ({"score": 1}, "dict"),
         (10**400, "beyond all floats"),
         (1j, "complex"),
         (np.array(["1"]), "ndarray"),
-        (np.empty(0), "ndarray"),
+        (np.empty(0), "0 numbers"),
         (Scalar(), "Scalar"),
         (10**308 * 10, "beyond all floats"),
     ],
@@ -62,6 +69,23 @@ def test_numbers(value: Any, number: float | None) -> None:
 def test_what_is_no_number(value: Any, words: str) -> None:
     with pytest.raises(BadValueError, match=words):
         as_reward(value)
+
+
+@pytest.mark.parametrize(
+    "values", [[1, True, 0.5], (1.0, 1, 0.5), np.array([1, 1, 0.5]), torch.tensor([1, 1, 0.5]), [np.float32(1), 1, 0.5]]
+)
+def test_numbers_of_tokens(values: Any) -> None:
+    found = as_reward(values, "texts", 3)
+    assert found == [1.0, 1.0, 0.5]
+    assert {type(number) for number in found} == {float}
+    with pytest.raises(BadValueError, match="3 numbers for a response of 4 tokens"):
+        as_reward(values, "texts", 4)
+
+
+def test_numbers_of_few_tokens() -> None:
+    assert as_reward([], "texts", 0) == []
+    assert as_reward([0.5]) == [0.5]
+    assert as_reward({"score": [0.5, 1]}, "verl", 2) == [0.5, 1.0]
 
 
 def test_verl_may_return_a_dict() -> None:

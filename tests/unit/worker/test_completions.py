@@ -46,6 +46,15 @@ def rewards(*samples: int, **fields: Any) -> CallResult:
     return CallResult(outputs={"reward": [torch.tensor([sample / 2]) for sample in samples]}, **fields)
 
 
+def test_rewards_of_tokens_are_shown_by_their_sum() -> None:
+    """Other numbers than one, or one a token, are no reward of the response."""
+    for given, shown in (([0.5], 0.5), ([0.5, 1.0], 1.5), ([0.5, 1.0, 1.0], None), ([], None)):
+        result = CallResult(outputs={"reward": [torch.tensor(given)]})
+        batch = [Batch((1,), {"seq": [torch.tensor([1, 7, 11, 12])]})]
+        [found] = completions(RULE, STEP, batch, result, Rows(), None)
+        assert found.reward == shown
+
+
 def test_they_are_spread_over_the_batch_and_others_in_the_next_step() -> None:
     found = [shown_samples(BatchKey("train", step), 8, 3) for step in range(9)]
     assert found[:3] == [[0, 2, 4], [1, 3, 5], [2, 4, 6]]

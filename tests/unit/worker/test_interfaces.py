@@ -156,10 +156,11 @@ def test_an_exception_is_told_with_the_users_frames_alone(module: Path) -> None:
     assert any(line.startswith("RuntimeError: judge_inference: the interface has uses_model=False") for line in lines)
 
 
-def test_a_reward_per_token_is_told_with_call_key_shape_and_remedy() -> None:
+def test_a_reward_of_another_shape_is_told_with_call_key_shape_and_remedy() -> None:
     """What a call of another's made as `reward`, where an algorithm reads it."""
     tokens = [torch.zeros(2), torch.zeros(1)]
-    batch = Batch((0, 1), dict.fromkeys(("logprob", "ref_logprob", "value", "reward"), tokens))
+    given = dict.fromkeys(("logprob", "ref_logprob", "value"), tokens)
+    batch = Batch((0, 1), {**given, "reward": [torch.zeros(3), torch.zeros(1)]})
     step, ppo = inputs(), PPOHyperparameters()
     update = Update(ppo_policy(ppo), batch=ppo_advantages(step, step, step, step, ppo))
     train = call("actor", interface_type=TRAIN_STEP, interface_impl=update, outputs=[])
@@ -167,8 +168,8 @@ def test_a_reward_per_token_is_told_with_call_key_shape_and_remedy() -> None:
     with pytest.raises(InterfaceError) as error:
         run_interface(UpdateInterface(update), train, model, [batch], context())
     assert re.fullmatch(
-        r"actor_train_step: UpdateInterface.train_step \(.*\): 'reward' of sample 0 has the shape \[2\], must be "
-        r"\[1\]: one number for the whole response; add up what its tokens have \(.sum\(\).view\(1\)\), or give .*",
+        r"actor_train_step: UpdateInterface.train_step \(.*\): 'reward' of sample 0 has the shape \[3\], and its "
+        r"response 2 tokens; give \[1\], the reward of the whole response, or \[2\], one for each of its tokens .*",
         str(error.value),
     )
 
