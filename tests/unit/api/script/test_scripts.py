@@ -569,6 +569,108 @@ def test_examples_and_pairs_are_evaluated_by_their_losses(experiment: Any, data:
     assert [call.name for call in held_out(experiment, dpo, data).rpcs] == ["reference_inference", "actor_inference"]
 
 
+def test_the_loss_of_an_update_is_a_call_of_its_own(experiment: Any, data: Path) -> None:
+    """The tensor function gives its statistics in both calls: those of the loss alone have names of their own."""
+
+    def script(
+        prompts: Prompts, texts: Examples, actor: Policy, critic: ValueModel, reward: RewardModel, hp: Hyperparameters
+    ) -> None:
+        rollout = actor.generate(prompts, hp)
+        batch = joined(rollout, reward.score(rollout))
+        actor.compute_loss(batch, some_loss(hp))
+        actor.compute_loss(texts, some_loss, name="texts")
+        critic.compute_loss(batch, some_loss)
+        reward.compute_loss(rollout, some_loss)
+        actor.update(batch, some_loss)
+
+    made = experiment(script)
+    of = {call.name: call for call in made.rpcs}
+    first, texts = of["actor_inference"], of["actor_inference_texts"]
+    assert (first.input_data, first.output_data) == (("prompt", "seq", "logprob", "reward"), ())
+    assert texts.input_data == ("tokens", "prompt_length")
+    assert not first.trains
+    config = first.interface_impl
+    assert (config.prefix, config.name, config.reports, config.rows) == ("actor", "computed", None, "rollout")
+    assert (texts.interface_impl.name, texts.interface_impl.rows) == ("texts", "examples")
+    assert texts.interface_impl.sequence_keys == ("tokens",)
+    assert of["critic_inference"].config.head == "scalar"
+    assert of["reward_compute_loss"].interface_impl.name == "computed"
+    assert of["actor_train_step"].interface_impl.reports == ("rollout", 0)
+    assert made.models["critic"].optimizer is None
+    # As of an update: an evaluation draws one response a prompt, and measures no loss of it.
+    assert "actor_inference" not in {call.name for call in held_out(experiment, script, data).rpcs}
+
+    def probe(examples: Examples, policy: Policy) -> None:
+        policy.compute_loss(examples, some_loss)
+        policy.update(examples, some_loss)
+
+    losses = [call.interface_impl.name for call in held_out(experiment, probe, data).rpcs]
+    assert losses == ["computed", ""]
+
+
+def test_what_compute_loss_refuses(experiment: Any) -> None:
+    def late(examples: Examples, policy: Policy) -> None:
+        policy.update(examples, some_loss)
+        policy.compute_loss(examples, some_loss)  # (20)
+
+    text = wrong(experiment, late)
+    assert line_of("# (20)") in text
+    assert "policy.compute_loss comes after policy.update" in text
+
+    def twice(examples: Examples, policy: Policy) -> None:
+        policy.compute_loss(examples, some_loss)
+        policy.compute_loss(examples, some_loss)  # (21)
+        policy.update(examples, some_loss)
+
+    text = wrong(experiment, twice)
+    assert line_of("# (21)") in text
+    assert "gives statistics that begin with 'computed', and those of policy_inference do too; give one of" in text
+
+    def no_loss(examples: Examples, policy: Policy) -> None:
+        policy.compute_loss(examples, 3)
+
+    assert (
+        "policy.compute_loss needs a loss, and was given a int; mark one with loss_function and call it with its "
+        in (wrong(experiment, no_loss))
+    )
+
+    def no_rollout(prompts: Prompts, actor: Policy) -> None:
+        actor.compute_loss(prompts, some_loss)
+
+    assert "actor.compute_loss reads the column 'seq'" in wrong(experiment, no_rollout)
+
+    def no_columns(examples: Examples, policy: Policy) -> None:
+        policy.compute_loss(policy, some_loss)
+
+    assert "policy.compute_loss reads columns of the step, and was given" in wrong(experiment, no_columns)
+
+    def alone(prompts: Prompts, actor: Policy, hp: Hyperparameters) -> None:
+        actor.compute_loss(joined(actor.generate(prompts, hp)), some_loss)
+
+    assert "trains no model; call update" in wrong(experiment, alone)
+
+
+def test_a_reward_model_scores_every_token(experiment: Any, tmp_path: Path) -> None:
+    index = {"format": "x", "architecture": dataclasses.asdict(sort_task.SORT_MODEL.with_head("scalar"))}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+
+    def script(prompts: Prompts, actor: Policy, hp: Hyperparameters, reward: Reward) -> None:
+        rollout = actor.generate(prompts, hp)
+        actor.update(joined(rollout, reward.score(rollout)), some_loss)
+
+    for per_token, reads in ((False, ("seq",)), (True, ("prompt", "seq"))):
+        (score,) = (
+            call
+            for call in experiment(script, reward=Reward(model=str(tmp_path), per_token=per_token)).rpcs
+            if call.model_name == "reward"
+        )
+        assert (score.input_data, score.interface_impl.per_token) == (reads, per_token)
+    with pytest.raises(
+        UserError, match=r"per_token=True is for a reward model, and the reward has .* \(r.py:f\); leave"
+    ):
+        Reward(functions=("r.py:f",), per_token=True)
+
+
 def test_pairs_are_not_mixed_with_other_rows(experiment: Any, data: Path) -> None:
     def mixed(pairs: Pairs, texts: Examples, actor: Policy) -> None:
         actor.update(pairs, some_loss, also=[(texts, some_loss, 0.5)])
