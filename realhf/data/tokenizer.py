@@ -20,7 +20,7 @@ Tokens = list[int]
 TOKENIZER_FILE = "tokenizer.json"
 _TEMPLATES = "additional_chat_templates"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
-# What stands for bytes that are no character yet; a character has at most as many bytes.
+# Decoding has this in place of bytes that are no character; a character has at most four bytes.
 _NO_CHARACTER, _MOST_BYTES = "\N{REPLACEMENT CHARACTER}", 4
 # A tokenizer.json alone does not say which of its special tokens ends a text; these names do.
 END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>")
@@ -169,11 +169,11 @@ class TextTokenizer:
         return text
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """What each token adds to the text of those before it: "" where it is special, or only begins a character.
-        Joined they are the text that `decode` gives, where no character is broken off.
+        """By token the text that it adds: "" where it is special, or only begins a character. Joined they are the text
+        that `decode` gives, if no character is broken off.
 
-        Each token is decoded behind those that made the piece before it, since what a token is depends on them (a
-        space at the beginning of a text, say).
+        Each token is decoded behind those of the last piece, because its text depends on them: a text begins without
+        the space that its first token has.
         """
         found: list[str] = []
         begin = read = waiting = 0

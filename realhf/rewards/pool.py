@@ -74,7 +74,7 @@ class FunctionOptions(Options):
 class Score:
     """The result of a sample.
 
-    reward: the sum of weight * value over the functions that gave a value; of values of tokens their sum counts.
+    reward: the sum of weight * value over the functions that gave a value. Values of tokens count by their sum.
     of_tokens: where a function gave values of tokens, the reward of each: a function's value for the whole response is
         in that of the last one. Else empty.
     is_valid: False where a function failed, or none gave a value, and the policy is "drop"; then `reward` is 0.

@@ -17,8 +17,8 @@ class BadValueError(Exception):
 
 
 def as_reward(value: Any, style: Style = "texts", tokens: int = 1) -> float | list[float] | None:
-    """The number that a function returned for a response of so many `tokens`, or the numbers of these; None: the sample
-    has no reward from this function.
+    """The number that a function returned for a response, or a list of numbers, one for each of its `tokens`. None: the
+    sample has no reward from this function.
 
     A number is a float, an int, a bool, a scalar of NumPy or torch; under verl also a dict with `score`. Numbers of
     tokens are a list, a tuple, or an array [tokens]; an array of one element is a number.

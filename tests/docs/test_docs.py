@@ -80,6 +80,10 @@ RUN_HERE = {
     "--run-dir runs/grpo": "--steps 1 --batch-size 8 --num-workers 1",
     "realhf run counted.py --data sorting/prompts.jsonl --tokenizer sorting --num-workers 2 --steps 1 "
     "--run-dir runs/counted": "",
+    "realhf run probed.py --data sorting/prompts.jsonl --tokenizer sorting --texts.data sorting/sft.jsonl "
+    "--reward sorted_rewards.py:in_order --num-workers 1 --steps 1 --run-dir runs/probed": (
+        "--batch-size 8 --reinforce.max-new-tokens 8"
+    ),
     "realhf --version": "",
     "realhf doctor": "",
     "torchrun --standalone --nproc-per-node 2 train_osdp.py": "",

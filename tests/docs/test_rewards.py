@@ -42,6 +42,19 @@ def test_the_functions_of_the_page(folder: Path) -> None:
     assert list(wrong.values.values()) == [0, None, 0, 0, 0, 0]
 
 
+def test_the_rewards_of_tokens(folder: Path) -> None:
+    given = {"step": 0, "prompt": "2 + 2?", "row": {"answer": "42"}, "tokens": (5, 4, 2, 1)}
+    texts = (("So ", "4", "2", ""), ("no", "", " idea", ""))
+    samples = [Sample(id=i, response="".join(each), token_texts=each, **given) for i, each in enumerate(texts)]
+    names = ["token_rewards.py:where", "token_rewards.py:costs=2", "rewards.py:correct=0"]
+    with contextlib.closing(RewardPool(names, FunctionOptions(timeout_s=600))) as pool:
+        assert pool.wants_tokens
+        assert pool.wants_token_texts
+        right, wrong = pool.score(samples)
+    assert right.of_tokens == pytest.approx((-0.02, -0.02, 0.98, -0.02))
+    assert wrong.of_tokens == pytest.approx((-0.02,) * 4)
+
+
 def test_what_a_function_logs(folder: Path) -> None:
     row = {"answer": "4"}
     texts = enumerate(["4", "no idea"])

@@ -270,7 +270,7 @@ class Update(Term, ScriptCall):
 @dataclass(frozen=True, kw_only=True)
 class Measure(Term, ScriptCall):
     """INFERENCE: the loss of an update, without an optimizer step, as the statistic `loss`, with `prefix` in front of
-    it; of rollouts also the statistics that `Update` gives of them.
+    it. For rollouts it also gives the statistics that `Update` gives.
 
     name: what all of its statistics begin with, those of the loss, the rollouts and tensor functions too.
     """
