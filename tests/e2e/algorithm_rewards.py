@@ -12,6 +12,11 @@ def copied_unless_short(prompt: str, response: str) -> float | None:
     return copied(prompt, response) if len(response) >= 3 else None
 
 
+def copied_letters(prompt: str, response: str, response_tokens: list[str]) -> list[float]:
+    """By token whether its letter is in the prompt; the end token has none."""
+    return [float(text != "" and text in prompt) for text in response_tokens]
+
+
 def repeats(response: str) -> float:
     """A cost: above 0 for a response that has a letter twice."""
     return len(response) - len(set(response)) - 0.5

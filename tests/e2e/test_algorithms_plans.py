@@ -93,6 +93,12 @@ VARIANTS = {
     "remax, dropped": rollouts_of("remax", *DROPPED, *of("remax", epochs=2)),
     "safe-rlhf, dropped": rollouts_of("safe-rlhf", *DROPPED, *COST, *of("safe", epochs=2), models=THREE_MODELS),
     "distill, few tokens": rollouts_of("distill", *TEACHER, *of("distill", beta=0, teacher_top_k=3)),
+    "ppo, rewards of tokens": rollouts_of(
+        "ppo", "--reward", f"{REWARDS}:copied_letters", *COPIED, *of("ppo", mask_truncated=True), models=TWO_MODELS
+    ),
+    "reinforce++, a model's rewards of tokens": rollouts_of(
+        "reinforce++", *JUDGED, "--reward.per-token", *of("reinforce", epochs=2)
+    ),
     "ipo": Job("dpo", "preferences.jsonl", ("--dpo.loss-type", "ipo")),
 }
 ALL_JOBS = JOBS | VARIANTS
