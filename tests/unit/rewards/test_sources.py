@@ -92,8 +92,8 @@ def test_parameters_without_a_column(file: Path) -> None:
         load_rewards([f"{file}:correct"], ["prompt", "label"])
     assert str(caught.value) == (
         "reward correct (rewards.py:4) asks for 'answer', and the data have no such column: they have label, prompt, "
-        "and a call gives prompt, response, completion, response_length; rename the parameter, give it a default, or "
-        "add the field to the data"
+        "and a call gives prompt, response, completion, response_length, response_ids, response_tokens; rename the "
+        "parameter, give it a default, or add the field to the data"
     )
     with pytest.raises(UserError, match=r"ready:exact_match asks for 'answer'"):
         load_rewards(["ready:exact_match"], ["label"])
