@@ -62,6 +62,9 @@ def counts(prompt, response, number):
         print(prompt, response, number, sep="|", file=file)
     return 1
 
+def each(response, response_length):
+    return [0.5] * response_length
+
 def letters(response, response_ids, response_tokens):
     assert len(response_ids) == len(response_tokens)
     return [float(text in "ab" and text != "") for text in response_tokens]
@@ -138,6 +141,12 @@ def test_rewards_of_tokens(make: Any) -> None:
     assert result.stats["reward_total"] == (5, 3)
     assert result.stats["reward_letters"] == (2, 3)
     assert result.details[3].rewards == {"letters": 2, "logging": 1}
+
+
+def test_rewards_of_as_many_tokens_as_the_response_has(make: Any) -> None:
+    """Without the tokens themselves."""
+    result = TextRewardInterface(make("each")).inference(None, rollouts("cab.", "c"), RowContext())  # type: ignore[arg-type]
+    assert [x.tolist() for x in result.outputs["reward"]] == [[0.5] * 4, [0.5]]
 
 
 def test_a_failure_names_step_and_sample(make: Any) -> None:

@@ -80,10 +80,12 @@ def test_groups_take_the_sum_over_the_tokens() -> None:
     assert stats["informative_groups"] == (1.0, 1.0)
     made, _ = rloo_advantages(given, given, None, RLOO(normalise_advantages=False, reward_clip=3.0), context=context)
     assert_columns(made["advantage"], [[-1.0] * 3, [1.0] * 2])  # 2 and, clipped, 3
+    # The sum is clipped, not the tokens, whose sum would then be 3.
     options = ReinforcePlusPlus(samples_per_prompt=2, baseline="group", reward_clip=3.0)
-    made, _ = reinforce_pp_advantages(given, given, given, options, context=context)
-    # -1/2 three times and 1/2 twice: mean -1/10, variance 1/4 - 1/100.
-    low, high = (x / math.sqrt(0.24 + 1e-8) for x in (-0.4, 0.6))
+    wide = step(f64(-4.0, 3.0, 3.0), f64(2.5))
+    made, _ = reinforce_pp_advantages(wide, wide, wide, options, context=context)
+    # -1/4 three times and 1/4 twice: mean -1/20, variance 1/16 - 1/400.
+    low, high = (x / math.sqrt(0.06 + 1e-8) for x in (-0.2, 0.3))
     assert_columns(made["advantage"], [[low] * 3, [high] * 2])
     same = step(f64(5.0, -2.0, 1.0), WHOLE)
     assert group_advantages(same, same, same, GRPO(), context=context)[1]["informative_groups"] == (0.0, 1.0)
@@ -102,7 +104,7 @@ def test_costs() -> None:
     """The multiplier's mean cost and the share of unsafe responses are of sums."""
     given = step()
     cost = step(f64(1.0, -3.0, 1.0), f64(3.0))
-    _, stats = safe_advantages(given, given, given, cost, SafeRLHF(), context=two())
+    _, stats = safe_advantages(given, given, given, cost, SafeRLHF(cost_std=2.0), context=two())
     assert stats["cost_mean"] == (2.0, 2.0)
     assert stats["unsafe"] == (1.0, 2.0)
 
