@@ -19,9 +19,9 @@ from realhf.planning.model.osdp.problem import (
     OsdpProblem,
     gib_above,
     given_plan,
-    slicings,
     solve,
     uniform_plan,
+    with_cuts,
 )
 from realhf.planning.model.osdp.table import OperatorRow, operator_rows, plan_text
 from realhf.wrapping.measuring import OptimizerCosts, SampleCosts
@@ -136,7 +136,7 @@ def choose(
     elif options.modes is not None:
         chosen, modes = _given(problem, options.modes, batches)
     else:
-        chosen = joined(_decided(slicings(problem, options.slices), batches, group))
+        chosen = _decided(with_cuts(problem, options.slices), batches, group)
         modes = {op.name: () for op in problem.operators}
         for op, mode, count in chosen.counts():
             modes[op.name] = (*modes[op.name], *[mode] * count)
@@ -144,46 +144,34 @@ def choose(
     return ModulePlan(chosen=chosen, slice_modes=modes, uniform=uniform)
 
 
-def joined(plan: OsdpPlan) -> OsdpPlan:
-    """The same plan with operators whole where all slices have one mode and none is gathered: cutting them would only
-    cost time."""
-    operators, slices = [], []
-    for op, row in zip(plan.problem.operators, plan.slices, strict=True):
-        is_one = max(row) == op.slices and not any(
-            count for mode, count in zip(plan.problem.modes, row, strict=True) if mode == "sharded"
-        )
-        operators.append(replace(op, slices=1) if is_one else op)
-        slices.append(tuple(count // op.slices for count in row) if is_one else row)
-    return replace(plan, problem=replace(plan.problem, operators=tuple(operators)), slices=tuple(slices))
-
-
-def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.ProcessGroup) -> OsdpPlan:
-    """The solution of rank 0 of the group, sent as one vector of numbers: problem, batch, bound, and all counts."""
-    cells = len(problems[0].operators) * len(problems[0].modes)
+def _decided(problem: OsdpProblem, batches: range, group: dist.ProcessGroup) -> OsdpPlan:
+    """The solution of rank 0 of the group, sent as one vector of numbers: batch, bound, and all counts of slices."""
+    count, modes = len(problem.operators), len(problem.modes)
     if group.size() == 1:
-        return solve(problems, batches)
+        return solve([problem], batches)
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    numbers = torch.zeros(5 + cells, dtype=torch.float64, device=device)
+    numbers = torch.zeros(4 + count * modes, dtype=torch.float64, device=device)
     if group.rank() == 0:
         try:
-            plan = solve(problems, batches)
+            plan = solve([problem], batches)
         except UserError:
             dist.broadcast(numbers, group=group, group_src=0)  # zeros: nothing fits
             raise
         counts = [count for row in plan.slices for count in row]
-        head = [problems.index(plan.problem), plan.batch, plan.lower_bound_s, float(plan.proven), plan.search_s]
+        head = [plan.batch, plan.lower_bound_s, float(plan.proven), plan.search_s]
         numbers.copy_(torch.tensor([*head, *counts], dtype=torch.float64))
         dist.broadcast(numbers, group=group, group_src=0)
         return plan
     dist.broadcast(numbers, group=group, group_src=0)
-    if not numbers[1]:
-        solve(problems, batches)  # raises what rank 0 has
-    index, batch, lower_bound_s, proven, search_s, *counts = numbers.tolist()
-    problem, modes = problems[int(index)], len(problems[0].modes)
+    if not numbers[0]:
+        solve([problem], batches)  # raises what rank 0 has
+    batch, lower_bound_s, proven, search_s, *rest = numbers.tolist()
+    slices = tuple(tuple(map(int, rest[i * modes : (i + 1) * modes])) for i in range(count))
+    operators = (replace(op, slices=sum(row), cuts=()) for op, row in zip(problem.operators, slices, strict=True))
     return OsdpPlan(
-        problem=problem,
+        problem=replace(problem, operators=tuple(operators)),
         batch=int(batch),
-        slices=tuple(tuple(map(int, counts[i * modes : (i + 1) * modes])) for i in range(len(problem.operators))),
+        slices=slices,
         lower_bound_s=lower_bound_s,
         proven=bool(proven),
         search_s=search_s,

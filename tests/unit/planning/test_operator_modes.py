@@ -25,6 +25,7 @@ from realhf.planning.model.osdp.problem import (
     sliced,
     solve,
     uniform_plan,
+    with_cuts,
 )
 from realhf.planning.model.osdp.units import SMALLEST_SLICED_BYTES
 
@@ -250,6 +251,7 @@ def test_the_best_of_several_problems(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_time_limit_is_that_of_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     found = {"feasible": True, "batch": 2, "slices": [[1, 0, 0]], "step_s": 0.0, "lower_bound_s": 0.0, "proven": True}
+    found["cuts"] = [0]
 
     def solution(*given: Any) -> Any:
         seen.append(given)
@@ -282,8 +284,8 @@ def test_what_the_solver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert given.parts_per_byte == 12
     assert asked["operators"] == [
-        (3, 12 * given.gather_bytes(a), rows(a, "replicated", "zero1", "sharded")),
-        (1, 12 * given.gather_bytes(b), rows(b, "replicated", "zero1", "zero1")),
+        [(3, 12 * given.gather_bytes(a), rows(a, "replicated", "zero1", "sharded"))],
+        [(1, 12 * given.gather_bytes(b), rows(b, "replicated", "zero1", "zero1"))],
     ]
     del asked["operators"]
     assert asked == {
@@ -299,6 +301,15 @@ def test_what_the_solver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     found = osdp_problem._solution(given, range(2, 6), 9.0)
     assert found["slices"] == [[0, 0, 3], [0, 1, 0]], "the other stands for sharded"
     assert found["smallest_fixed_bytes"] == 2 + 100
+    cut = replace(given, operators=(replace(a, cuts=(2, 5)), rigid))
+    monkeypatch.setattr(osdp_problem._search, "solve_osdp", solver)
+    osdp_problem._solution(cut, range(2, 6), 9.0)
+    assert cut.parts_per_byte == 4 * 2 * 5
+    given = replace(cut, operators=(replace(a, slices=10), rigid))  # with the same parts
+    assert asked["operators"][0] == [
+        (slices, 40 * given.gather_bytes(each), rows(each, "replicated", "zero1", "sharded"))
+        for slices in (2, 5) for each in [replace(a, slices=slices)]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -372,4 +383,7 @@ def test_large_operators_are_cut(parameter_bytes: int, most_slices: int, expecte
     found = sliced(given, 4)
     assert [op.slices for op in found.operators] == [expected, 1]
     assert replace(found, operators=given.operators) == given
+    chosen = with_cuts(given, 3).operators
+    assert [op.cuts for op in chosen] == [tuple(n for n in (1, 2, 3) if n <= expected), (1,)]
+    assert [op.cuts for op in with_cuts(given, 1).operators] == [(1,), (1,)]
     assert SMALLEST_SLICED_BYTES == 2**20

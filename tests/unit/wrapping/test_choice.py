@@ -5,22 +5,11 @@ from dataclasses import replace
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.planning.model.osdp.problem import OsdpPlan
-from realhf.wrapping.choice import OsdpOptions, choose, joined
+from realhf.wrapping.choice import OsdpOptions, choose
 from tests.unit.planning.test_operator_rows import operator, problem
 
 OTHERS = operator("others", kind="others", modes=("replicated", "zero1"), most_slices=1)
 FOUR = problem(operator("layers.0.up"), operator("layers.1.up"), operator("head"), OTHERS)
-
-
-def test_operators_of_one_mode_are_whole_unless_they_are_gathered() -> None:
-    cut = replace(FOUR, operators=tuple(replace(op, slices=min(4, op.most_slices)) for op in FOUR.operators))
-    plan = OsdpPlan(problem=cut, batch=3, slices=((0, 4, 0), (1, 3, 0), (0, 0, 4), (0, 1, 0)))
-    whole = joined(plan)
-    assert [op.slices for op in whole.problem.operators] == [1, 4, 4, 1]
-    assert whole.slices == ((0, 1, 0), (1, 3, 0), (0, 0, 4), (0, 1, 0))
-    assert whole.memory_bytes == plan.memory_bytes
-    assert whole.step_s == pytest.approx(plan.step_s, rel=1e-12)
 
 
 def chosen(*rules: tuple[str, str], memory_bytes: int = 2**30) -> dict[str, str]:

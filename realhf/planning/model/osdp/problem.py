@@ -31,6 +31,7 @@ class Operator:
     update_s: what the optimizer takes for all of it on one device; divided where its states are.
     accumulate_s: what adding a gradient of all of it to the one that is kept takes; divided where that one is.
     modes: those that it can be in; `most_slices`: into how many it can be cut.
+    cuts: the numbers of slices that `solve` chooses from, the smallest first; none: `slices` as it is.
     gathers: how often a slice that is sharded is gathered in a step; None: for the forward and the backward pass, and
         once more with recomputation.
     """
@@ -47,12 +48,17 @@ class Operator:
     accumulate_s: float = 0.0
     modes: tuple[Mode, ...] = MODES
     most_slices: int = MOST_SLICES
+    cuts: tuple[int, ...] = ()
     gathers: int | None = None
 
     @property
     def state_bytes(self) -> int:
         """Parameters, gradients and optimizer states: `model_i` in the paper."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def in_each_cut(self) -> "list[Operator]":
+        """The operator in each number of slices that may be chosen."""
+        return [replace(self, slices=slices, cuts=()) for slices in self.cuts] or [self]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +143,9 @@ class OsdpProblem:
         if unknown or not self.modes or len(set(self.modes)) < len(self.modes):
             raise UserError(f"modes={','.join(self.modes)} must be some of {', '.join(MODES)}, each once")
         for op in self.operators:
-            if not 1 <= op.slices <= op.most_slices:
-                raise UserError(f"operator {op.name}: slices={op.slices} must be at least 1, at most {op.most_slices}")
+            for slices in (op.slices, *op.cuts):
+                if not 1 <= slices <= op.most_slices:
+                    raise UserError(f"operator {op.name}: slices={slices} must be at least 1, at most {op.most_slices}")
             if not set(op.modes) & set(self.modes):
                 raise UserError(
                     f"operator {op.name} can be {', '.join(op.modes)}, and modes={','.join(self.modes)} has none of "
@@ -172,7 +179,7 @@ class OsdpProblem:
     @cached_property
     def parts_per_byte(self) -> int:
         """Model states are counted in these parts of a byte, so that those of every slice are a whole number."""
-        parts = self.links.num_devices * math.lcm(*(op.slices for op in self.operators))
+        parts = self.links.num_devices * math.lcm(*{slices for op in self.operators for slices in op.cuts or [op.slices]})
         return parts if parts * self.memory_bytes < MOST_PARTS else 1  # else slices are rounded up
 
     def slice_parts(self, op: Operator, mode: Mode) -> int:
@@ -249,8 +256,8 @@ class OsdpPlan:
 
 
 def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
-    """The modes, and the batch out of `batches`, with the least seconds per sample, of problems that differ in the
-    slices of their operators.
+    """The slices and modes of every operator, and the batch out of `batches`, with the least seconds per sample; of the
+    `problems`, the best one.
 
     One batch only: the least seconds per step. Past the time limit (instances whose times are
     nearly proportional to their bytes can be hard) the plan carries the bound proven so far.
@@ -267,7 +274,7 @@ def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: floa
         raise UserError(_remedy(solved, batches[0]))
     problem, found = min(feasible, key=lambda entry: entry[1]["step_s"] / entry[1]["batch"])
     plan = OsdpPlan(
-        problem=problem,
+        problem=_in_cuts(problem, found["cuts"]),
         batch=found["batch"],
         slices=tuple(tuple(row) for row in found["slices"]),
         lower_bound_s=min(other["lower_bound_s"] for _, other in feasible),
@@ -281,18 +288,10 @@ def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: floa
 
 def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_search.OsdpSolution":
     parts = problem.parts_per_byte
-    rows = [
-        (
-            op.slices,
-            problem.gather_bytes(op) * parts,
-            # The solver knows operators by numbers of equal modes best: another mode stands for one that cannot be.
-            [(problem.slice_seconds(op, mode), problem.slice_parts(op, mode), mode == "sharded")
-             for mode in (problem.possible(op, asked) for asked in problem.modes)],
-        )
-        for op in problem.operators
-    ]  # fmt: skip
+    alike = [replace(op, name="") for op in problem.operators]
+    rows = {op: _row(problem, op) for op in set(alike)}
     found = _search.solve_osdp(
-        operators=rows,
+        operators=[rows[op] for op in alike],
         memory_bytes=(problem.memory_bytes - problem.extra_bytes) * parts,
         bytes_per_sample=problem.bytes_per_sample * parts,
         seconds_per_sample=problem.seconds_per_sample,
@@ -309,6 +308,28 @@ def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_se
         for op, row in zip(problem.operators, found["slices"], strict=False)  # no rows where nothing fits
     ]
     return found
+
+
+def _row(problem: OsdpProblem, operator: Operator) -> list[tuple[int, int, list[tuple[float, int, bool]]]]:
+    """The cuts of an operator as the solver takes them."""
+    return [
+        (
+            op.slices,
+            problem.gather_bytes(op) * problem.parts_per_byte,
+            # The solver knows operators by numbers of equal modes best: another mode stands for one that cannot be.
+            [(problem.slice_seconds(op, mode), problem.slice_parts(op, mode), mode == "sharded")
+             for mode in (problem.possible(op, asked) for asked in problem.modes)],
+        )
+        for op in operator.in_each_cut()
+    ]  # fmt: skip
+
+
+def _in_cuts(problem: OsdpProblem, chosen: Sequence[int]) -> OsdpProblem:
+    """The problem with every operator in the cut of its own that was chosen."""
+    return replace(
+        problem,
+        operators=tuple(op.in_each_cut()[cut] for op, cut in zip(problem.operators, chosen, strict=True)),
+    )
 
 
 def _remedy(solved: Sequence[tuple[OsdpProblem, "_search.OsdpSolution"]], batch: int) -> str:
@@ -354,16 +375,21 @@ def given_plan(problem: OsdpProblem, modes: Sequence[Sequence[Mode]], batches: r
 
 def sliced(problem: OsdpProblem, slices: int) -> OsdpProblem:
     """The same problem with its large operators cut into `slices`."""
+    operators = (replace(op, slices=_slices_of(op, slices), cuts=()) for op in problem.operators)
+    return replace(problem, operators=tuple(operators))
+
+
+def with_cuts(problem: OsdpProblem, slices: int) -> OsdpProblem:
+    """The same problem with every large operator in 1, 2, 4, ... or `slices` slices, to be chosen by `solve`: in fewer
+    slices it has the lower latency, in more the smaller gathers."""
+    numbers = {slices, *(2**i for i in range(slices.bit_length()))}
     return replace(
         problem,
         operators=tuple(
-            replace(op, slices=min(slices, op.most_slices) if op.parameter_bytes >= SMALLEST_SLICED_BYTES else 1)
-            for op in problem.operators
+            replace(op, cuts=tuple(sorted({_slices_of(op, number) for number in numbers}))) for op in problem.operators
         ),
     )
 
 
-def slicings(whole: OsdpProblem, slices: int) -> list[OsdpProblem]:
-    """The same problem with its large operators in 1, 2, 4, ... and `slices`: whole operators have the lower latency,
-    sliced ones the smaller gathers."""
-    return [sliced(whole, number) for number in sorted({slices, *(2**i for i in range(slices.bit_length()))})]
+def _slices_of(op: Operator, slices: int) -> int:
+    return min(slices, op.most_slices) if op.parameter_bytes >= SMALLEST_SLICED_BYTES else 1
