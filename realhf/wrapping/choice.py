@@ -109,10 +109,11 @@ def problem_of(
                 accumulate_s=op.elements * optimizer.accumulate_s,
                 modes=op.modes,
                 most_slices=op.most_slices,
-                # For every forward pass, and for the backward pass of a product, whose other gradient needs the weight.
-                gathers=sum(sample.uses[path] for path in op.modules) + (op.kind == "linear"),
+                gathers=len(ahead_s),
+                ahead_s=ahead_s,
             )
             for op in operators
+            for ahead_s in [_ahead_s(op, sample)]
         ),
         links=links,
         memory_bytes=memory_bytes,
@@ -120,6 +121,13 @@ def problem_of(
         extra_seconds_per_sample=sample.seconds_per_sample,
         reduces_whole=True,
     )
+
+
+def _ahead_s(op: ModuleOperator, sample: SampleCosts) -> tuple[float, ...]:
+    """For each gather of a sharded operator, seconds of a sample's pass through it: for every forward pass, and for the
+    backward pass of a product, whose other gradient needs the weight."""
+    forward_s, uses = sample.forward_s(op.modules), sum(sample.uses[path] for path in op.modules)
+    return (*[forward_s] * uses, *[2 * forward_s] * (op.kind == "linear"))
 
 
 def choose(

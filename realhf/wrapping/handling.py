@@ -19,7 +19,9 @@ from realhf.wrapping.trained import OsdpModule
 OPERATORS, FEATURES, SAMPLES = 16, 32, 4  # so small that nothing but their number takes time
 WARM_UPS, READINGS = 2, 5
 USES = 3  # a sharded slice in a step: two gathers and a reduction
-NOTHING = SampleCosts(bytes_per_sample=0, seconds_per_sample=0.0, uses=Counter(), used_elsewhere=frozenset())
+NOTHING = SampleCosts(
+    bytes_per_sample=0, seconds_per_sample=0.0, uses=Counter(), products=Counter(), used_elsewhere=frozenset()
+)
 
 
 def handling_seconds(

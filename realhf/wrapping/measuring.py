@@ -40,13 +40,22 @@ class SampleCosts:
     """The costs of a forward and backward pass.
 
     uses: how often a forward pass of each linear or embedding ran, by path; twice where it is computed again.
+    products: multiplications of all these passes of a linear with one sample, by path.
     used_elsewhere: the parameters of these that something else has read.
     """
 
     bytes_per_sample: int
     seconds_per_sample: float
     uses: Counter[str]
+    products: Counter[str]
     used_elsewhere: frozenset[str]
+
+    def forward_s(self, paths: Sequence[str]) -> float:
+        """Seconds of a sample's forward pass of an operator that modules share, once: all of its seconds in proportion
+        to products, of which a backward pass has two for each of a forward pass."""
+        of_all = sum(count * (1 + 2 / self.uses[path]) for path, count in self.products.items())
+        own, uses = (sum(counts[path] for path in paths) for counts in (self.products, self.uses))
+        return self.seconds_per_sample * own / uses / of_all if own else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +94,7 @@ def sample_costs(module: nn.Module, example: Example, samples: int) -> SampleCos
         bytes_per_sample=per_sample,
         seconds_per_sample=statistics.median(seconds) / samples,
         uses=watches[0].uses,
+        products=watches[0].products,
         used_elsewhere=frozenset(watches[0].used_elsewhere),
     )
 
@@ -165,6 +175,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, module: nn.Module):
         super().__init__()
         self.uses: Counter[str] = Counter()
+        self.products: Counter[str] = Counter()
         self.used_elsewhere: set[str] = set()
         self.running: list[nn.Linear | nn.Embedding] = []
         self._changes: list[tuple[int, int]] = []  # (which storage, bytes more or less), in the order of time
@@ -189,9 +200,11 @@ class _Watch(TorchDispatchMode):
                 self._add(tensor)
         return output
 
-    def before(self, path: str, part: nn.Linear | nn.Embedding, _: Any) -> None:
+    def before(self, path: str, part: nn.Linear | nn.Embedding, inputs: tuple[Any, ...]) -> None:
         """A forward pass of an operator begins."""
         self.uses[path] += 1
+        if isinstance(part, nn.Linear) and inputs:
+            self.products[path] += inputs[0].numel() * part.out_features
         self.running.append(part)
 
     def after(self, *_: Any) -> None:

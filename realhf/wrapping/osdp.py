@@ -13,7 +13,7 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
 from realhf.planning.model.hardware import GIB, MEMORY_GB
 from realhf.planning.model.osdp.problem import Links
-from realhf.profiling.collectives import measure_collectives
+from realhf.profiling.collectives import measure_collectives, measure_overlap
 from realhf.wrapping.choice import MOST_SAMPLES, OsdpOptions, choose, problem_of
 from realhf.wrapping.handling import handling_seconds
 from realhf.wrapping.measuring import (
@@ -77,7 +77,8 @@ def osdp(
         sample, optimizer = _agreed(sample, optimizer, model, group)
     costs = measure_collectives(group, device, dtype)
     handling_s = handling_seconds(group, device, dtype, costs)
-    links = Links(num_devices=device_mesh.size(), measured=costs, handling_s=handling_s)
+    overlap = measure_overlap(group, device, dtype) if given.prefetch else 0.0
+    links = Links(num_devices=device_mesh.size(), measured=costs, handling_s=handling_s, overlap=overlap)
     operators = operators_of(model, sample.used_elsewhere)
     problem = problem_of(operators, dtype.itemsize, (sample, optimizer), links, int(memory_gb * GIB))
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
@@ -138,18 +139,20 @@ def _agreed(
     numbers = [
         *(sample.bytes_per_sample, sample.seconds_per_sample),
         *(optimizer.state_bytes, optimizer.update_s, optimizer.accumulate_s),
-        *(sample.uses[path] for path in paths),
+        *(counts[path] for counts in (sample.uses, sample.products) for path in paths),
         *(float(name in sample.used_elsewhere) for name in names),
     ]
     tensor = torch.tensor(numbers, dtype=torch.float64, device=next(model.parameters()).device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     size, seconds, state_bytes, update_s, accumulate_s, *others = tensor.tolist()
-    uses, elsewhere = others[: len(paths)], others[len(paths) :]
+    counts = [Counter(dict(zip(paths, map(int, others[i * len(paths) :]), strict=False))) for i in range(2)]
+    elsewhere = others[2 * len(paths) :]
     return (
         SampleCosts(
             bytes_per_sample=int(size),
             seconds_per_sample=seconds,
-            uses=Counter({path: int(count) for path, count in zip(paths, uses, strict=True)}),
+            uses=counts[0],
+            products=+counts[1],
             used_elsewhere=frozenset(name for name, is_one in zip(names, elsewhere, strict=True) if is_one),
         ),
         OptimizerCosts(state_bytes=state_bytes, update_s=update_s, accumulate_s=accumulate_s),

@@ -169,6 +169,7 @@ def not_measured() -> Iterator[None]:
     with (
         mock.patch("realhf.wrapping.osdp.measure_collectives", return_value=COSTS),
         mock.patch("realhf.wrapping.osdp.handling_seconds", return_value=0.0),
+        mock.patch("realhf.wrapping.osdp.measure_overlap", return_value=0.0),
     ):
         yield
 

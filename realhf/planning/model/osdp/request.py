@@ -36,7 +36,7 @@ class OsdpRequest(Options):
     slices: Annotated[int, Option("most slices to cut an operator into", range=(1, 64))] = 4
     modes: tuple[Mode, ...] = MODES
     recompute: Annotated[bool, Option("recompute activations: saves memory, gathers again")] = False
-    prefetch: Annotated[bool, Option("hold two gathered slices instead of one")] = False
+    prefetch: Annotated[bool, Option("gather the next slice behind the computation with one: holds two")] = False
     dtype: Annotated[DType, Option("dtype of parameters and activations")] = "bfloat16"
     hardware: Annotated[str, Option("a hardware description", metavar="NAME")] = "h100"
     launch_us: Annotated[float, Option("cost of starting a collective in microseconds", range=(0, 1e6))] = 10.0
@@ -51,7 +51,7 @@ class OsdpRequest(Options):
         hardware = load_hardware(self.hardware)
         given = OsdpProblem(
             operators=(),
-            links=Links.ring(hardware, self.devices, launch_s=self.launch_us * 1e-6),
+            links=Links.ring(hardware, self.devices, launch_s=self.launch_us * 1e-6, overlap=1.0),
             memory_bytes=int(self.memory_gb * GIB),
             modes=self.modes,
             recompute=self.recompute,
