@@ -10,7 +10,10 @@ tensor parallelism (3D) with ZeRO-1, with modes that save half of what sharding 
 
 Search: 200 operators in 4 slices, all batches from 1 to 512 at once, median over random problems of several kinds.
 Settings: narrow and deep, wide and shallow, and inconsistent models on 8 devices of 8 and 16 GiB; the chosen plan
-against one mode for all operators, and against one number of slices for all. `--quick` takes fewer problems, and one small shape.
+against one mode for all operators, and against one number of slices for all.
+
+Chosen together: on a link that is made slow, where messages need no core, what `realhf.osdp` chooses with overlap and
+without, and with recomputation and without, side by side. `--quick` takes fewer problems, and one small shape.
 """
 
 import random
@@ -23,6 +26,7 @@ from typing import Any
 
 from lib.common import argument_parser, case, finish
 from lib.osdp_cases import bytes_cases, memory_cases, split_cases, time_cases
+from lib.osdp_joint import joint_cases
 from lib.osdp_ranks import Task, measured
 from lib.osdp_runs import run_cases
 from lib.osdp_shapes import QUICK_SHAPES, SHAPES
@@ -58,6 +62,7 @@ MEASURES = (
     "csrc/search/osdp.cpp",
     "csrc/search/osdp.h",
     "benchmarks/lib/osdp_cases.py",
+    "benchmarks/lib/osdp_joint.py",
     "benchmarks/lib/osdp_ranks.py",
     "benchmarks/lib/osdp_runs.py",
     "benchmarks/lib/osdp_shapes.py",
@@ -113,6 +118,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help=words)
     arguments = parser.parse_args()
     results = list(executed(quick=arguments.quick, backend=arguments.backend))
+    results += joint_cases(QUICK_TIMING_S if arguments.quick else TIMING_S)
     if not arguments.quick:
         with tempfile.TemporaryDirectory(prefix="realhf-osdp-") as folder:
             results += run_cases(Path(folder))

@@ -116,9 +116,7 @@ def _reading(
     return _seconds(repeated, group, like, clock) / loops
 
 
-def _seconds(
-    work: Callable[[], object], group: dist.ProcessGroup, like: Tensor, clock: Callable[[], float]
-) -> float:
+def _seconds(work: Callable[[], object], group: dist.ProcessGroup, like: Tensor, clock: Callable[[], float]) -> float:
     """Seconds of `work` on this rank, which all ranks begin together, on the device of `like`."""
     together = torch.zeros(1, device=like.device)
     dist.all_reduce(together, group=group)

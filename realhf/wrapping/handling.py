@@ -48,7 +48,7 @@ def _step_seconds(mode: Mode, group: dist.ProcessGroup, device: torch.device, dt
     operators = operators_of(module)
     free = (NOTHING, OptimizerCosts(state_bytes=0.0, update_s=0.0))
     problem = problem_of(operators, dtype.itemsize, free, Links(num_devices=group.size(), measured=NO_COSTS), 2**40)
-    plan = choose(problem, OsdpOptions(modes=mode), 1, group)
+    plan = choose([problem], OsdpOptions(modes=mode), 1, group)
     wrapped = OsdpModule(module, operators, plan, lambda vectors: torch.optim.SGD(vectors), group, prefetch=True)
     inputs = torch.zeros(SAMPLES, FEATURES, dtype=dtype, device=device)
 

@@ -99,6 +99,14 @@ def sample_costs(module: nn.Module, example: Example, samples: int) -> SampleCos
     )
 
 
+def activations(module: nn.Module, example: Example, blocks: Sequence[str]) -> tuple[int, Counter[str]]:
+    """Bytes that one more sample adds: to the most that are alive at the same time, and by block, to what its forward
+    pass leaves alive, its output too."""
+    with _undisturbed(module):
+        one, two = (_watched(module, example, count, blocks) for count in (1, 2))
+    return max(two.peak_bytes - one.peak_bytes, 0), two.kept - one.kept
+
+
 def optimizer_costs(
     factory: OptimizerFactory, dtype: torch.dtype, device: torch.device, share: int = 0
 ) -> OptimizerCosts:
@@ -178,6 +186,7 @@ class _Watch(TorchDispatchMode):
         self.products: Counter[str] = Counter()
         self.used_elsewhere: set[str] = set()
         self.running: list[nn.Linear | nn.Embedding] = []
+        self.kept: Counter[str] = Counter()  # by block
         self._changes: list[tuple[int, int]] = []  # (which storage, bytes more or less), in the order of time
         self._alive: dict[int, int] = {}  # by address, the number of the storage there; -1 for parameters
         self._gradients: set[int] = set()
@@ -210,6 +219,12 @@ class _Watch(TorchDispatchMode):
     def after(self, *_: Any) -> None:
         self.running.pop()
 
+    def before_block(self, path: str, *_: Any) -> None:
+        self.kept[path] -= sum(size for _, size in self._changes)
+
+    def after_block(self, path: str, *_: Any) -> None:
+        self.kept[path] += sum(size for _, size in self._changes)
+
     def take_gradient(self, parameter: Tensor) -> None:
         """Drops the gradient of a parameter, which is no activation."""
         assert parameter.grad is not None
@@ -241,7 +256,7 @@ class _Watch(TorchDispatchMode):
         self._changes.append((number, -size))
 
 
-def _watched(module: nn.Module, example: Example, samples: int) -> _Watch:
+def _watched(module: nn.Module, example: Example, samples: int, blocks: Sequence[str] = ()) -> _Watch:
     """Runs `example` on `samples` samples, and watches it."""
     watch = _Watch(module)
     handles: list[RemovableHandle] = []
@@ -249,6 +264,10 @@ def _watched(module: nn.Module, example: Example, samples: int) -> _Watch:
         if is_operator(part):
             handles.append(part.register_forward_pre_hook(partial(watch.before, path)))
             handles.append(part.register_forward_hook(watch.after))
+    for path in blocks:
+        block = module.get_submodule(path)
+        handles.append(block.register_forward_pre_hook(partial(watch.before_block, path)))
+        handles.append(block.register_forward_hook(partial(watch.after_block, path)))
     try:
         with _taking_gradients(module, watch.take_gradient), watch:
             _run(example, samples)

@@ -82,7 +82,7 @@ class Late(dist.Work):
 def overlap_for_real(rank: int) -> tuple[float, float]:
     """Of a link that needs no core, and of shared memory, which the rank copies itself."""
     group = dist.new_group(backend=host_group.BACKEND)
-    with mock.patch("realhf.profiling.collectives.start_all_gather", lambda *_: [Late()]):
+    with mock.patch("realhf.profiling.collectives.start_all_gather", side_effect=lambda *_: [Late()]):
         hidden = measure_overlap(group, torch.device("cpu"), torch.float32)
     return hidden, measure_overlap(group, torch.device("cpu"), torch.float32)
 

@@ -191,8 +191,8 @@ def _alike(
 
 
 def _in_rows(group: _Alike, most: int) -> Iterator[int]:
-    """How many operators of a group each of its rows has, in up to `most` slices each. The first is alone: it may be cut
-    finer than the others, to be sharded in part."""
+    """How many operators of a group each of its rows has, in up to `most` slices each. The first is alone: it may be
+    cut finer than the others, to be sharded in part."""
     left = len(group.names) - 1
     yield 1
     while left > 0:

@@ -13,7 +13,7 @@ FOUR = problem(operator("layers.0.up"), operator("layers.1.up"), operator("head"
 
 
 def chosen(*rules: tuple[str, str], memory_bytes: int = 2**30) -> dict[str, str]:
-    plan = choose(replace(FOUR, memory_bytes=memory_bytes), OsdpOptions(modes=rules), 2, GROUP)
+    plan = choose([replace(FOUR, memory_bytes=memory_bytes)], OsdpOptions(modes=rules), 2, GROUP)
     return dict(plan.modes)
 
 
@@ -60,8 +60,23 @@ def test_rules_that_do_not_fit() -> None:
 
 
 def test_one_rank_shares_with_nobody() -> None:
-    plan = choose(FOUR, OsdpOptions(slices=4), None, None)
+    plan = choose([FOUR], OsdpOptions(slices=4), None, None)
     assert {text for _, text in plan.modes} == {"replicated"}
     assert plan.batch_size == 512
     with pytest.raises(UserError, match="slices 65 is not from 1 to 64"):
         OsdpOptions(slices=65)
+
+
+def test_given_modes_take_the_fastest_recomputation_that_fits() -> None:
+    """Four operators with 3,200 bytes, and 100 or 10 a sample."""
+    plain = replace(FOUR, extra_bytes_per_sample=100, extra_seconds_per_sample=1.0)
+    again = replace(plain, extra_bytes_per_sample=10, extra_seconds_per_sample=1.5, recomputed=("layers.0",))
+
+    def recomputed(memory_bytes: int) -> tuple[str, ...]:
+        problems = [replace(each, memory_bytes=memory_bytes) for each in (plain, again)]
+        return choose(problems, OsdpOptions(modes="replicated"), 2, GROUP).recomputed
+
+    assert recomputed(12800 + 200) == ()
+    assert recomputed(12800 + 199) == ("layers.0",)
+    with pytest.raises(UserError, match="the smallest memory that does is 12820 bytes"):
+        recomputed(12800 + 19)

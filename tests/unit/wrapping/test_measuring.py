@@ -51,7 +51,8 @@ def test_forward_passes_share_the_seconds_by_their_products() -> None:
 
         def example(samples: int, model: nn.Sequential = model, again: bool = again) -> Tensor:
             x = first(model[0](torch.ones(samples, 2, dtype=torch.long)))
-            return (checkpoint(second, x, use_reentrant=False) if again else second(x)).sum()
+            y: Tensor = checkpoint(second, x, use_reentrant=False) if again else second(x)
+            return y.sum()
 
         with taking(*[9.0] * READINGS):
             costs = sample_costs(model, example, 1)

@@ -95,9 +95,7 @@ class Links:
                 raise UserError(f"{name}={getattr(self, name)} must not be negative")
 
     @classmethod
-    def ring(
-        cls, hardware: Hardware, num_devices: int, *, launch_s: float = 0.0, overlap: float = 0.0
-    ) -> "Links":
+    def ring(cls, hardware: Hardware, num_devices: int, *, launch_s: float = 0.0, overlap: float = 0.0) -> "Links":
         """The ring over `num_devices` neighbours. Its slowest links set the pace."""
         latency_s, bandwidth = hardware.link(num_devices > hardware.devices_per_node, per_node=1)
         return cls(
@@ -141,6 +139,8 @@ class OsdpProblem:
     gathered once more. `prefetch`: the next gather runs while one slice is in use, so two are held.
     `batch`: the samples whose computation hides gathers (`Links.overlap`, with `prefetch`).
     `extra_bytes_per_sample`, `extra_seconds_per_sample` and `extra_bytes` are needed whatever the modes are.
+    `recomputed`: the blocks whose forward pass runs again, where these are chosen too; their seconds, bytes and gathers
+    are in the other numbers.
     `reduces_whole`: while the gradients of a sharded slice are reduced, all of them are in memory; the paper does not
     count them.
     """
@@ -156,6 +156,7 @@ class OsdpProblem:
     extra_seconds_per_sample: float = 0.0
     extra_bytes: int = 0
     reduces_whole: bool = False
+    recomputed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.memory_bytes < 1:
@@ -215,7 +216,9 @@ class OsdpProblem:
     @cached_property
     def parts_per_byte(self) -> int:
         """Model states are counted in these parts of a byte, so that those of every slice are a whole number."""
-        parts = self.links.num_devices * math.lcm(*{slices for op in self.operators for slices in op.cuts or [op.slices]})
+        parts = self.links.num_devices * math.lcm(
+            *{slices for op in self.operators for slices in op.cuts or [op.slices]}
+        )
         return parts if parts * self.memory_bytes < MOST_PARTS else 1  # else slices are rounded up
 
     def slice_parts(self, op: Operator, mode: Mode) -> int:
