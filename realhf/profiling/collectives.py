@@ -61,8 +61,8 @@ def measure_overlap(
     waits for the other.
 
     Of a gather that takes G s and products that take C s alone, and B s both at once, (G + C - B) / min(G, C) is
-    hidden; the median of READINGS, and the least of all ranks. All ranks of the group call this together, and all get
-    the same number. `clock` tells seconds.
+    hidden. G, C and B are each the least of READINGS, since other work of the machine only adds to them. All ranks of
+    the group call this together, and all get the least number of any. `clock` tells seconds.
     """
     if group is None or group.size() == 1:
         return 0.0
@@ -88,12 +88,11 @@ def measure_overlap(
     alone = torch.tensor([seconds(gather, 0) / seconds(compute, 1)], dtype=torch.float64, device=device)
     dist.all_reduce(alone, dist.ReduceOp.MAX, group=group)
     products = min(max(round(alone.item()), 1), MOST_PRODUCTS)  # that last as long as the gather
-    hidden = []
-    for _ in range(READINGS):
-        gather_s, compute_s, both_s = seconds(gather, 0), seconds(compute, products), seconds(gather, products)
-        hidden.append((gather_s + compute_s - both_s) / min(gather_s, compute_s))
-    least = torch.tensor([statistics.median(hidden)], dtype=torch.float64, device=device)
-    dist.all_reduce(least.neg_(), dist.ReduceOp.MAX, group=group)
+    readings = [(seconds(gather, 0), seconds(compute, products), seconds(gather, products)) for _ in range(READINGS)]
+    gather_s, compute_s, both_s = (min(column) for column in zip(*readings, strict=True))
+    hidden = (gather_s + compute_s - both_s) / min(gather_s, compute_s)
+    least = torch.tensor([-hidden], dtype=torch.float64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MAX, group=group)
     overlap = min(-least.item(), 1.0)
     return overlap if overlap >= LEAST_OVERLAP else 0.0
 

@@ -144,7 +144,7 @@ def _is_within(path: str, blocks: Sequence[str]) -> bool:
 
 
 def block_kinds(operators: Sequence[ModuleOperator], sample: SampleCosts, blocks: BlockCosts) -> dict[str, object]:
-    """What tells blocks apart: bytes, operators and what these compute."""
+    """By block, its bytes and operators with their seconds: blocks with the same are alike."""
     return {
         block: (
             saved,
@@ -169,7 +169,7 @@ def _ahead_s(op: ModuleOperator, sample: SampleCosts, again: Counter[str]) -> tu
 def choose(
     problems: Sequence[OsdpProblem], options: OsdpOptions, batch_size: int | None, group: dist.ProcessGroup | None
 ) -> ModulePlan:
-    """The plan of all ranks: rank 0's, which others get as numbers. `problems` differ in what is recomputed.
+    """The plan of all ranks: rank 0's, which others get as numbers. `problems` differ in the recomputed blocks.
 
     Raises:
         UserError: nothing fits, with the smallest memory that would do; or `options.modes` cannot be.

@@ -51,8 +51,10 @@ class SampleCosts:
     used_elsewhere: frozenset[str]
 
     def forward_s(self, paths: Sequence[str]) -> float:
-        """Seconds of a sample's forward pass of an operator that modules share, once: all of its seconds in proportion
-        to products, of which a backward pass has two for each of a forward pass."""
+        """Seconds of one forward pass of a sample through an operator, which the modules of `paths` share.
+
+        The seconds of a sample are divided in proportion to products; a backward pass has twice those of a forward one.
+        """
         of_all = sum(count * (1 + 2 / self.uses[path]) for path, count in self.products.items())
         own, uses = (sum(counts[path] for path in paths) for counts in (self.products, self.uses))
         return self.seconds_per_sample * own / uses / of_all if own else 0.0

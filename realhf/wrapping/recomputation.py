@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from realhf.wrapping.measuring import Example, activations
 from realhf.wrapping.operators import is_operator
 
-MOST_SETS = 1024  # of blocks that are tried, each with a search of modes
+MOST_SETS = 1024  # each is a search of modes
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """What recomputation saves, in bytes of a sample.
+    """The bytes of a sample that recomputation saves.
 
     saved: by block, of its activations.
     again: of the largest block, while its backward pass has them again; with any recomputation.
@@ -32,7 +32,7 @@ class BlockCosts:
     again: int
 
     def bytes_less(self, recomputed: Sequence[str]) -> int:
-        """Of a sample, where these blocks are recomputed."""
+        """The bytes that these blocks save together."""
         return sum(self.saved[path] for path in recomputed) - self.again if recomputed else 0
 
 
@@ -94,9 +94,11 @@ def block_costs(module: nn.Module, example: Example, blocks: Sequence[str]) -> B
 
 
 def sets_of(blocks: Mapping[str, object]) -> list[tuple[str, ...]]:
-    """The sets of blocks to choose from, none first. Of blocks that are alike (`blocks` has what tells them apart) the
-    first ones, since only their number matters; so the choice is exact, unless there are so many sets that the first
-    blocks of all must do."""
+    """The sets of blocks to choose from, the empty one first.
+
+    Blocks with the same value are alike: only their number matters, and a set has the first ones. This is exact. With
+    more than MOST_SETS such sets, the sets are the first blocks of all.
+    """
     counts = Counter(blocks.values())
     if math.prod(count + 1 for count in counts.values()) > MOST_SETS:
         return sets_of(dict.fromkeys(blocks))

@@ -12,7 +12,7 @@ Collective = Callable[[float], float]  # seconds by the bytes of a vector
 
 
 def waited_s(gather_s: float, ahead_s: float) -> float:
-    """What is waited for a gather that began when the unit before it was in use, behind `ahead_s` of computation."""
+    """Seconds that a gather lasts beyond `ahead_s`, the computation since the unit before it came into use."""
     return max(gather_s - ahead_s, 0.0)
 
 

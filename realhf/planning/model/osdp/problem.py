@@ -35,8 +35,8 @@ class Operator:
     cuts: the numbers of slices that `solve` chooses from, the smallest first; none: `slices` as it is.
     gathers: how often a slice that is sharded is gathered in a step; None: for the forward and the backward pass, and
         once more with recomputation.
-    ahead_s: for each of these, seconds of a sample's computation with what is in use before it, which is taken to be
-        like it; empty: nothing is computed meanwhile.
+    ahead_s: for each of these gathers, the seconds of a sample's computation during it. The unit in use before it is
+        taken to be like it. Empty: nothing is computed meanwhile.
     """
 
     name: str
@@ -295,8 +295,8 @@ class OsdpPlan:
 
 
 def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
-    """The slices and modes of every operator, and the batch out of `batches`, with the least seconds per sample; of the
-    `problems`, the best one.
+    """The slices and modes of every operator, and the batch out of `batches`, with the least seconds per sample. The
+    plan is for the best of the `problems`.
 
     One batch only: the least seconds per step. Past the time limit (instances whose times are
     nearly proportional to their bytes can be hard) the plan carries the bound proven so far.
