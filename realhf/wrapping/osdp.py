@@ -3,6 +3,7 @@
 import zlib
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,27 +79,29 @@ def osdp(
     if group is not None:
         sample, optimizer = _agreed(sample, optimizer, model, group)
         blocks = _agreed_blocks(blocks, group, device)
-    costs = measure_collectives(group, device, dtype)
-    handling_s = handling_seconds(group, device, dtype, costs)
-    overlap = measure_overlap(group, device, dtype) if given.prefetch else 0.0
-    links = Links(num_devices=device_mesh.size(), measured=costs, handling_s=handling_s, overlap=overlap)
+    links = _links(group, device, dtype, prefetch=given.prefetch)
     operators = operators_of(model, sample.used_elsewhere)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    whole = partial(problem_of, operators, dtype.itemsize, (sample, optimizer), links, int(memory_gb * GIB))
     problems = [
-        replace(
-            problem_of(
-                operators, dtype.itemsize, (sample, optimizer), links, int(memory_gb * GIB), recomputed,
-                blocks.bytes_less(recomputed),
-            ),
-            extra_bytes=frozen,
-            prefetch=given.prefetch,
-        )
-        for recomputed in sets_of(block_kinds(operators, sample, blocks))
-    ]  # fmt: skip
+        replace(whole(again, blocks.bytes_less(again)), extra_bytes=frozen, prefetch=given.prefetch)
+        for again in sets_of(block_kinds(operators, sample, blocks))
+    ]
     plan = choose(problems, given, batch_size, group)
     for path in plan.recomputed:
         recompute(model.get_submodule(path))
     return OsdpModule(model, operators, plan, optimizer_factory, group, prefetch=given.prefetch)
+
+
+def _links(group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype, *, prefetch: bool) -> Links:
+    """The measured costs of a group's collectives."""
+    costs = measure_collectives(group, device, dtype)
+    return Links(
+        num_devices=1 if group is None else group.size(),
+        measured=costs,
+        handling_s=handling_seconds(group, device, dtype, costs),
+        overlap=measure_overlap(group, device, dtype) if prefetch else 0.0,
+    )
 
 
 def _group(device_mesh: "DeviceMesh") -> dist.ProcessGroup | None:
