@@ -10,7 +10,10 @@ tensor parallelism (3D) with ZeRO-1, with modes that save half of what sharding 
 
 Search: 200 operators in 4 slices, all batches from 1 to 512 at once, median over random problems of several kinds.
 Settings: narrow and deep, wide and shallow, and inconsistent models on 8 devices of 8 and 16 GiB; the chosen plan
-against one mode for all operators. `--quick` takes fewer problems, and one small shape.
+against one mode for all operators, and against one number of slices for all.
+
+Chosen together: on a link that is made slow, where messages need no core, what `realhf.osdp` chooses with overlap and
+without, and with recomputation and without, side by side. `--quick` takes fewer problems, and one small shape.
 """
 
 import random
@@ -23,6 +26,7 @@ from typing import Any
 
 from lib.common import argument_parser, case, finish
 from lib.osdp_cases import bytes_cases, memory_cases, split_cases, time_cases
+from lib.osdp_joint import joint_cases
 from lib.osdp_ranks import Task, measured
 from lib.osdp_runs import run_cases
 from lib.osdp_shapes import QUICK_SHAPES, SHAPES
@@ -43,6 +47,7 @@ from realhf.planning.model.osdp.problem import (
     sliced,
     solve,
     uniform_plan,
+    with_cuts,
 )
 
 MEASURES = (
@@ -57,6 +62,7 @@ MEASURES = (
     "csrc/search/osdp.cpp",
     "csrc/search/osdp.h",
     "benchmarks/lib/osdp_cases.py",
+    "benchmarks/lib/osdp_joint.py",
     "benchmarks/lib/osdp_ranks.py",
     "benchmarks/lib/osdp_runs.py",
     "benchmarks/lib/osdp_shapes.py",
@@ -112,6 +118,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help=words)
     arguments = parser.parse_args()
     results = list(executed(quick=arguments.quick, backend=arguments.backend))
+    results += joint_cases(QUICK_TIMING_S if arguments.quick else TIMING_S)
     if not arguments.quick:
         with tempfile.TemporaryDirectory(prefix="realhf-osdp-") as folder:
             results += run_cases(Path(folder))
@@ -163,7 +170,10 @@ def random_problem(
 def search_times(problems: int) -> Iterable[dict[str, Any]]:
     """Milliseconds from the typed problem to the checked plan, and how many plans are proven optimal."""
     drawn = {name: [random_problem(seed, *kind) for seed in range(problems)] for name, kind in KINDS.items()}
-    drawn["three modes, 29 layers of llama7b"] = [llama_problem(memory_gib) for memory_gib in range(30, 30 + problems)]
+    for how, slices in {"in 4 slices": sliced, "slices by operator": with_cuts}.items():
+        drawn[f"three modes, 29 layers of llama7b, {how}"] = [
+            slices(llama_problem(memory_gib), 4) for memory_gib in range(30, 30 + problems)
+        ]
     for name, instances in drawn.items():
         plans = [solve([problem], BATCHES) for problem in instances]
         median_ms = 1e3 * statistics.median(plan.search_s for plan in plans)
@@ -187,7 +197,7 @@ def llama_problem(memory_gib: int) -> OsdpProblem:
     links = Links.ring(device, NUM_DEVICES, launch_s=1e-5)
     given = OsdpProblem(operators=(), links=links, memory_bytes=memory_gib * GIB)
     model = replace(model_type("llama7b"), num_layers=29)
-    return sliced(decoder_problem(model, given, sequence_length=1024, flops=device.flops("bfloat16")), 4)
+    return decoder_problem(model, given, sequence_length=1024, flops=device.flops("bfloat16"))
 
 
 def model_problem(parts: tuple[tuple[int, int], ...], memory_gib: int) -> OsdpProblem:
@@ -216,15 +226,17 @@ def model_problem(parts: tuple[tuple[int, int], ...], memory_gib: int) -> OsdpPr
 
 
 def paper_settings() -> Iterable[dict[str, Any]]:
-    """Seconds per sample of the chosen plan (up to 4 slices) against one mode for all, where that fits at all.
+    """Seconds per sample of the chosen plan (up to 4 slices) against one mode for all, where that fits at all, and
+    against the best number of slices for all.
 
     With the paper's two modes, and with ZeRO-1 as a third against the choice from two.
     """
     for memory_gib in (8, 16):
         for name, parts in SETTINGS.items():
-            slicings = [sliced(model_problem(parts, memory_gib), slices) for slices in (1, 2, 4)]
+            problem = with_cuts(model_problem(parts, memory_gib), 4)
+            slicings = [sliced(problem, slices) for slices in (1, 2, 4)]
             try:
-                plan = solve(slicings, BATCHES)
+                plan = solve([problem], BATCHES)
             except UserError:
                 continue  # not even all sharded fits
             chosen = f"{name}, {memory_gib} GiB, seconds per sample"
@@ -232,7 +244,8 @@ def paper_settings() -> Iterable[dict[str, Any]]:
                 plans = [other for p in slicings if (other := uniform_plan(p, mode, BATCHES))]
                 if plans:
                     yield compared(f"{chosen}, against all {mode}", plan, min(plans, key=seconds_per_sample))
-            with_zero1 = solve([replace(p, modes=MODES) for p in slicings], BATCHES)
+            yield compared(f"{chosen}, slices by operator against one number for all", plan, solve(slicings, BATCHES))
+            with_zero1 = solve([replace(problem, modes=MODES)], BATCHES)
             yield compared(f"{chosen}, three modes against two", with_zero1, plan)
 
 

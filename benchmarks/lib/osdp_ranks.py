@@ -91,13 +91,21 @@ class Outcome:
 
 
 def measured(task: Task) -> Outcome:
-    """Runs a task in new processes, and ends them all, whatever happens."""
+    """The outcome of a task."""
+    found: Outcome = in_ranks(task, Bench)
+    return found
+
+
+def in_ranks(task: Task, bench: "type[Bench]") -> Any:
+    """What a bench finds, in new processes; they all end, whatever happens."""
     os.environ.update(process_environment())  # as a worker has it
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="realhf-osdp-") as directory:
         reader, writer = context.Pipe(duplex=False)
         ranks = [
-            context.Process(target=_rank_main, daemon=True, args=(rank, task, directory, writer if rank == 0 else None))
+            context.Process(
+                target=_rank_main, daemon=True, args=(rank, task, bench, directory, writer if rank == 0 else None)
+            )
             for rank in range(task.ranks)
         ]
         try:
@@ -115,7 +123,7 @@ def measured(task: Task) -> Outcome:
                 rank.kill()
 
 
-def _rank_main(rank: int, task: Task, directory: str, results: Connection | None) -> None:
+def _rank_main(rank: int, task: Task, bench: "type[Bench]", directory: str, results: Connection | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     keep_freed_memory()  # as a worker does
@@ -123,46 +131,46 @@ def _rank_main(rank: int, task: Task, directory: str, results: Connection | None
     store = dist.FileStore(f"{directory}/store", task.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=task.ranks, timeout=timeout)
     group = dist.new_group(timeout=timeout, backend=task.backend)
-    outcome = _Bench(task, rank, DeviceMesh.from_group(group, "cpu")).outcome()
+    outcome = bench(task, rank, DeviceMesh.from_group(group, "cpu")).outcome()
     if results is not None:
         results.send(outcome)
     dist.barrier()
     dist.destroy_process_group()
 
 
-class _Bench:
+class Bench:
     """One rank of a task; all make the same calls."""
 
     def __init__(self, task: Task, rank: int, mesh: DeviceMesh):
         self.task, self.mesh, self.tokens = task, mesh, task.shape.tokens(rank)
 
-    def outcome(self) -> Outcome:
-        ways: dict[str, Osdp] = {f"all {mode}": self._osdp(modes=mode) for mode in MODES}
+    def outcome(self) -> Any:
+        ways: dict[str, Osdp] = {f"all {mode}": self.osdp(modes=mode) for mode in MODES}
         operators = ways["all sharded"].plan.chosen.problem.operators
-        ways[LEAST] = self._osdp(modes=tuple((op.name, _least_modes(op)) for op in operators))
+        ways[LEAST] = self.osdp(modes=tuple((op.name, _least_modes(op)) for op in operators))
         least, most = (ways[name].plan.memory_bytes for name in (LEAST, "all replicated"))
         # A byte more than a plan needs, so that rounding to gibibytes leaves it.
         limits = [round(least + part * (most - least)) + 1024 for part in self.task.limits]
         chosen = [f"chosen at {part:g}" for part in self.task.limits]
         for name, limit in zip(chosen, limits, strict=True):
-            ways[name] = self._osdp(memory_bytes=limit)
+            ways[name] = self.osdp(memory_bytes=limit)
         found = {name: self._measured(way) for name, way in ways.items()}
         if self.task.timing_s:
             of_torch = FullyShard(self.task.shape, DeviceMesh.from_group(dist.group.WORLD, "cpu"), self.tokens)
             found[FSDP2] = Measured()
             del ways[LEAST]  # what is chosen at 0 is as good or better
-            for name, seconds in self._times({**ways, FSDP2: of_torch}).items():
+            for name, seconds in self.times({**ways, FSDP2: of_torch}).items():
                 found[name].seconds = seconds
         splits = [self._split(slices, prefetch) for slices in self.task.slices for prefetch in (False, True)]
         return Outcome(ways=found, limits=limits, chosen=chosen, splits=splits)
 
     def _split(self, slices: int, prefetch: bool) -> Split:
-        way = self._osdp(modes=f"{slices} sharded", prefetch=prefetch)
+        way = self.osdp(modes=f"{slices} sharded", prefetch=prefetch)
         gathered_bytes = self._measured(way).gathered_bytes
         largest = max(op.parameter_bytes for op in way.plan.chosen.problem.operators)
         return Split(slices=slices, prefetch=prefetch, gathered_bytes=gathered_bytes, largest_bytes=largest)
 
-    def _osdp(self, **how: Any) -> Osdp:
+    def osdp(self, **how: Any) -> Osdp:
         return Osdp(self.task.shape, self.mesh, self.tokens, **how)
 
     def _measured(self, way: Osdp) -> Measured:
@@ -180,7 +188,7 @@ class _Bench:
             planned_sent_bytes=planned_sent_bytes(way.plan.chosen),
         )
 
-    def _times(self, ways: Mapping[str, Way]) -> dict[str, list[float]]:
+    def times(self, ways: Mapping[str, Way]) -> dict[str, list[float]]:
         """Seconds of steps, those of the slowest rank: every way once a round, in an order that is drawn anew."""
         names, draw, rounds = list(ways), random.Random(0), []
         start = time.perf_counter()

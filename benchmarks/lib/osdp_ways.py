@@ -67,6 +67,7 @@ class Osdp:
         memory_bytes: int | None = None,
         modes: str | ModeRules | None = None,
         prefetch: bool = True,
+        recompute: bool = False,
     ):
         model, self.tokens = model_of(shape), tokens
         unlimited = 2**40
@@ -79,6 +80,7 @@ class Osdp:
             example=lambda samples: model(tokens[:samples]),
             modes=modes,
             prefetch=prefetch,
+            recompute=recompute,
         )
         self.plan = self.wrapped.plan
 

@@ -194,15 +194,20 @@ ModelSizes sizes_of(const py::dict& sizes) {
 }
 
 using OsdpMode = std::tuple<double, std::int64_t, bool>;
-using OsdpOperator = std::tuple<int, std::int64_t, std::vector<OsdpMode>>;
+using OsdpCut = std::tuple<int, std::int64_t, std::vector<OsdpMode>>;
 
-py::dict solve_osdp(const std::vector<OsdpOperator>& operators, std::int64_t memory_bytes,
+py::dict solve_osdp(const std::vector<std::vector<OsdpCut>>& operators, std::int64_t memory_bytes,
                     std::int64_t bytes_per_sample, double seconds_per_sample, int min_batch, int max_batch,
                     double time_limit_s) {
     osdp::Problem problem{{}, memory_bytes, bytes_per_sample, seconds_per_sample};
-    for (const auto& [slices, gather_bytes, modes] : operators) {
-        osdp::Operator op{slices, gather_bytes, {}};
-        for (const auto& [seconds, bytes, gathers] : modes) op.modes.push_back({seconds, bytes, gathers});
+    for (const auto& cuts : operators) {
+        osdp::Operator op;
+        for (const auto& [slices, gather_bytes, modes] : cuts) {
+            op.cuts.push_back({slices, gather_bytes, {}});
+            for (const auto& [seconds, bytes, gathers] : modes) {
+                op.cuts.back().modes.push_back({seconds, bytes, gathers});
+            }
+        }
         problem.operators.push_back(std::move(op));
     }
     osdp::Solution solution;
@@ -216,6 +221,7 @@ py::dict solve_osdp(const std::vector<OsdpOperator>& operators, std::int64_t mem
     result["step_s"] = solution.step_s;
     result["lower_bound_s"] = solution.lower_bound_s;
     result["proven"] = solution.proven;
+    result["cuts"] = solution.cuts;
     result["slices"] = solution.slices;
     result["smallest_fixed_bytes"] = solution.smallest_fixed_bytes;
     result["states"] = solution.states;
@@ -319,7 +325,8 @@ PYBIND11_MODULE(_search, module) {
         py::arg("across_nodes"), py::arg("devices_per_node"), py::arg("most_sent"), py::arg("threads"));
 
     module.def("solve_osdp", &solve_osdp,
-               "Operators are (slices, gather_bytes, [(seconds, bytes, gathers)] of one slice); see csrc/search/osdp.h",
+               "Operators are lists of (slices, gather_bytes, [(seconds, bytes, gathers)] of one slice), of which one is "
+               "chosen; see csrc/search/osdp.h",
                py::arg("operators"), py::arg("memory_bytes"), py::arg("bytes_per_sample") = 0,
                py::arg("seconds_per_sample") = 0.0, py::arg("min_batch") = 1, py::arg("max_batch") = 1,
                py::arg("time_limit_s") = 1.0);

@@ -83,44 +83,51 @@ struct Remainder {
     static constexpr long double margin = 0.05;
 };
 
-// One way to divide the slices of an operator over its modes.
+constexpr std::int64_t no_gather = -1;  // less than the bytes of any
+
+// One way to cut an operator, and to divide the slices over its modes.
 struct Division {
+    int cut;
     std::vector<int> slices;  // [mode]
     std::int64_t bytes;
     long double seconds;
-    bool gathers;
+    std::int64_t gather_bytes;
 };
 
-void append_divisions(const Operator& op, std::vector<int>& slices, std::size_t mode, int left,
+void append_divisions(const Operator& op, int number, std::vector<int>& slices, std::size_t mode, int left,
                       std::vector<Division>& divisions) {
-    if (mode == op.modes.size()) {
+    const Cut& cut = op.cuts[number];
+    if (mode == cut.modes.size()) {
         if (left) return;
-        Division division{slices, 0, 0, false};
+        Division division{number, slices, 0, 0, no_gather};
         for (std::size_t m = 0; m < slices.size(); ++m) {
-            division.bytes += slices[m] * op.modes[m].bytes;
-            division.seconds += slices[m] * static_cast<long double>(op.modes[m].seconds);
-            division.gathers = division.gathers || (slices[m] && op.modes[m].gathers);
+            division.bytes += slices[m] * cut.modes[m].bytes;
+            division.seconds += slices[m] * static_cast<long double>(cut.modes[m].seconds);
+            if (slices[m] && cut.modes[m].gathers) division.gather_bytes = cut.gather_bytes;
         }
-        divisions.push_back(std::move(division));
+        const bool is_one = *std::max_element(slices.begin(), slices.end()) == cut.slices;
+        if (number == 0 || !is_one || division.gather_bytes != no_gather) divisions.push_back(std::move(division));
         return;
     }
     for (int count = 0; count <= left; ++count) {
         slices[mode] = count;
-        append_divisions(op, slices, mode + 1, left - count, divisions);
+        append_divisions(op, number, slices, mode + 1, left - count, divisions);
     }
     slices[mode] = 0;
 }
 
-// Operators that are equal share their divisions, and the classes made of them: [with gathers].
+// Operators that are equal share their divisions, and the classes made of them: with no gather, and with those of up to
+// each of `gathers`.
 struct Kind {
     std::vector<Division> divisions;
-    Class classes[2];
+    std::vector<std::int64_t> gathers;
+    std::vector<Class> classes;
 };
 
 // A kind with a price taken off its gains: what remains for each division, over that of the first.
 struct PricedKind {
     std::vector<std::int64_t> remainder;
-    Class classes[2];
+    std::vector<Class> classes;
 };
 
 struct Pricing {
@@ -130,12 +137,23 @@ struct Pricing {
 };
 
 template <typename Gain>
-Class class_of_divisions(const std::vector<Division>& divisions, bool with_gathers, const Gain& gain) {
-    std::vector<Choice> choices;
-    for (int d = 0; d < static_cast<int>(divisions.size()); ++d) {
-        if (with_gathers || !divisions[d].gathers) choices.push_back({divisions[d].bytes, gain(d), d});
+std::vector<Class> classes_of(const Kind& kind, const Gain& gain) {
+    std::vector<Class> result;
+    for (std::size_t allowed = 0; allowed <= kind.gathers.size(); ++allowed) {
+        const std::int64_t most = allowed ? kind.gathers[allowed - 1] : no_gather;
+        std::vector<Choice> choices;
+        for (int d = 0; d < static_cast<int>(kind.divisions.size()); ++d) {
+            const Division& division = kind.divisions[d];
+            if (division.gather_bytes <= most) choices.push_back({division.bytes, gain(d), d});
+        }
+        result.push_back(class_of(std::move(choices)));
     }
-    return class_of(std::move(choices));
+    return result;
+}
+
+void sort_unique(std::vector<std::int64_t>& numbers) {
+    std::sort(numbers.begin(), numbers.end());
+    numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
 }
 
 // Sums of these fit into 64 bits, and there are not too many divisions.
@@ -158,14 +176,17 @@ void check(const Problem& problem, int min_batch, int max_batch) {
     double all_bytes = 0;
     for (std::size_t i = 0; i < problem.operators.size(); ++i) {
         const Operator& op = problem.operators[i];
-        bool valid = op.slices >= 1 && op.slices <= most_slices && is_bytes(op.gather_bytes) && !op.modes.empty() &&
-                     op.modes.size() <= most_modes;
-        std::int64_t largest = 0;
-        for (const Mode& mode : op.modes) {
-            valid = valid && is_bytes(mode.bytes) && is_seconds(mode.seconds);
-            largest = std::max(largest, mode.bytes);
+        bool valid = !op.cuts.empty();
+        double most = 0;
+        for (const Cut& cut : op.cuts) {
+            valid = valid && cut.slices >= 1 && cut.slices <= most_slices && is_bytes(cut.gather_bytes) &&
+                    !cut.modes.empty() && cut.modes.size() <= most_modes;
+            for (const Mode& mode : cut.modes) {
+                valid = valid && is_bytes(mode.bytes) && is_seconds(mode.seconds);
+                most = std::max(most, static_cast<double>(cut.slices) * static_cast<double>(mode.bytes));
+            }
         }
-        all_bytes += static_cast<double>(op.slices) * static_cast<double>(largest);
+        all_bytes += most;
         if (!valid) throw std::invalid_argument("osdp: operator " + std::to_string(i) + " is not valid");
     }
     if (all_bytes > static_cast<double>(most_bytes)) throw std::invalid_argument("osdp: operators have too many bytes");
@@ -175,8 +196,10 @@ double scale_of(const Problem& problem) {
     double total = 0;
     for (const Operator& op : problem.operators) {
         double most = 0;
-        for (const Mode& mode : op.modes) most = std::max(most, mode.seconds);
-        total += op.slices * most;
+        for (const Cut& cut : op.cuts) {
+            for (const Mode& mode : cut.modes) most = std::max(most, cut.slices * mode.seconds);
+        }
+        total += most;
     }
     return total > 0 ? largest_sum / total : 1;
 }
@@ -188,20 +211,21 @@ class Family {
         : problem_(problem), min_batch_(min_batch), max_batch_(max_batch), scale_(scale_of(problem)) {
         std::map<std::vector<double>, int> known;
         for (const Operator& op : problem.operators) {
-            std::vector<double> key{static_cast<double>(op.slices)};
-            for (const Mode& mode : op.modes) {
-                key.insert(key.end(), {mode.seconds, static_cast<double>(mode.bytes), mode.gathers ? 1.0 : 0.0});
+            std::vector<double> key;
+            for (const Cut& cut : op.cuts) {
+                key.insert(key.end(), {static_cast<double>(cut.slices), static_cast<double>(cut.gather_bytes),
+                                       static_cast<double>(cut.modes.size())});
+                for (const Mode& mode : cut.modes) {
+                    key.insert(key.end(), {mode.seconds, static_cast<double>(mode.bytes), mode.gathers ? 1.0 : 0.0});
+                }
             }
             const auto [entry, is_new] = known.emplace(std::move(key), static_cast<int>(kinds_.size()));
             if (is_new) add_kind(op);
             kind_.push_back(entry->second);
-            if (std::any_of(op.modes.begin(), op.modes.end(), [](const Mode& mode) { return mode.gathers; })) {
-                gathers_.push_back(op.gather_bytes);
-            }
         }
-        gathers_.push_back(-1);  // no gather at all
-        std::sort(gathers_.begin(), gathers_.end());
-        gathers_.erase(std::unique(gathers_.begin(), gathers_.end()), gathers_.end());
+        gathers_.push_back(no_gather);
+        for (const Kind& kind : kinds_) gathers_.insert(gathers_.end(), kind.gathers.begin(), kind.gathers.end());
+        sort_unique(gathers_);
         add_pricings();
     }
 
@@ -243,10 +267,16 @@ class Family {
 
     void add_kind(const Operator& op) {
         Kind kind;
-        std::vector<int> slices(op.modes.size(), 0);
-        append_divisions(op, slices, 0, op.slices, kind.divisions);
+        for (int cut = 0; cut < static_cast<int>(op.cuts.size()); ++cut) {
+            std::vector<int> slices(op.cuts[cut].modes.size(), 0);
+            append_divisions(op, cut, slices, 0, op.cuts[cut].slices, kind.divisions);
+        }
+        for (const Division& division : kind.divisions) {
+            if (division.gather_bytes != no_gather) kind.gathers.push_back(division.gather_bytes);
+        }
+        sort_unique(kind.gathers);
         const auto gain = [&](int d) { return -std::llroundl(kind.divisions[d].seconds * scale_); };
-        for (const bool with : {false, true}) kind.classes[with] = class_of_divisions(kind.divisions, with, gain);
+        kind.classes = classes_of(kind, gain);
         kinds_.push_back(std::move(kind));
     }
 
@@ -256,15 +286,17 @@ class Family {
         for (const Kind& kind : kinds_) {
             for (const Division& division : kind.divisions) largest_s = std::max(largest_s, division.seconds);
         }
-        const std::size_t modes = problem_.operators.empty() ? 0 : problem_.operators[0].modes.size();
+        const std::size_t modes = problem_.operators.empty() ? 0 : problem_.operators[0].cuts[0].modes.size();
         for (std::size_t small = 0; small < modes; ++small) {
             for (std::size_t large = 0; large < modes; ++large) {
                 if (is_useless(small) || is_useless(large)) continue;
                 std::vector<std::pair<long double, long double>> points;
                 for (const Operator& op : problem_.operators) {
-                    if (op.modes.size() != modes) return;
-                    const Mode &from = op.modes[small], &to = op.modes[large];
-                    points.emplace_back(to.bytes - from.bytes, static_cast<long double>(from.seconds) - to.seconds);
+                    for (const Cut& cut : op.cuts) {
+                        if (cut.modes.size() != modes) return;
+                        const Mode &from = cut.modes[small], &to = cut.modes[large];
+                        points.emplace_back(to.bytes - from.bytes, static_cast<long double>(from.seconds) - to.seconds);
+                    }
                 }
                 const auto line = common_line(points, largest_s * line_tolerance);
                 if (line && points[0].first > 0) add_pricing({*line, largest_s});
@@ -275,14 +307,17 @@ class Family {
     // Whether for every operator another mode is neither slower nor larger, and needs no gather.
     bool is_useless(std::size_t mode) const {
         const auto& operators = problem_.operators;
-        for (std::size_t other = 0; other < operators[0].modes.size(); ++other) {
-            const auto beats = [&](const Operator& op) {
-                if (std::max(other, mode) >= op.modes.size()) return false;
-                const Mode &a = op.modes[other], &b = op.modes[mode];
+        for (std::size_t other = 0; other < operators[0].cuts[0].modes.size(); ++other) {
+            const auto beats = [&](const Cut& cut) {
+                if (std::max(other, mode) >= cut.modes.size()) return false;
+                const Mode &a = cut.modes[other], &b = cut.modes[mode];
                 return a.seconds <= b.seconds && a.bytes <= b.bytes && !a.gathers &&
                        (a.seconds < b.seconds || a.bytes < b.bytes || other < mode);
             };
-            if (other != mode && std::all_of(operators.begin(), operators.end(), beats)) return true;
+            const auto always_beats = [&](const Operator& op) {
+                return std::all_of(op.cuts.begin(), op.cuts.end(), beats);
+            };
+            if (other != mode && std::all_of(operators.begin(), operators.end(), always_beats)) return true;
         }
         return false;
     }
@@ -298,20 +333,24 @@ class Family {
                 pricing.step = std::gcd(pricing.step, priced.remainder.back() - priced.remainder[0]);
             }
             const auto gain = [&](int d) { return priced.remainder[d]; };
-            for (const bool with : {false, true}) priced.classes[with] = class_of_divisions(kind.divisions, with, gain);
+            priced.classes = classes_of(kind, gain);
             pricing.kinds.push_back(std::move(priced));
         }
         pricing.step = std::max<std::int64_t>(pricing.step, 1);
         pricings_.push_back(std::move(pricing));
     }
 
-    bool may_gather(int op, int gather) const { return problem_.operators[op].gather_bytes <= gathers_[gather]; }
+    // How many of the gathers of an operator's kind are no larger than one of all.
+    std::size_t allowed(int op, int gather) const {
+        const auto& own = kinds_[kind_[op]].gathers;
+        return std::upper_bound(own.begin(), own.end(), gathers_[gather]) - own.begin();
+    }
 
     template <typename Kinds>
     std::vector<const Class*> classes(const Kinds& kinds, int gather) const {
         std::vector<const Class*> result;
         for (int i = 0; i < static_cast<int>(kind_.size()); ++i) {
-            result.push_back(&kinds[kind_[i]].classes[may_gather(i, gather)]);
+            result.push_back(&kinds[kind_[i]].classes[allowed(i, gather)]);
         }
         return result;
     }
@@ -344,16 +383,24 @@ class Family {
     // Linear relaxations (Dantzig) of all knapsacks, in one sweep for each largest gather.
     void relax() {
         result_.smallest_fixed_bytes = std::numeric_limits<std::int64_t>::max();
-        std::vector<std::pair<Increment, bool>> steps;  // of all classes, with gathers or without
-        for (const bool with : {false, true}) {
+        std::vector<std::pair<Increment, std::size_t>> steps;  // of all classes, by how many gathers are allowed
+        std::size_t most = 0;
+        for (const Kind& kind : kinds_) most = std::max(most, kind.gathers.size());
+        for (std::size_t number = 0; number <= most; ++number) {
             std::vector<const Class*> all;
-            for (const int kind : kind_) all.push_back(&kinds_[kind].classes[with]);
-            for (const Increment& step : increments_of(all)) steps.emplace_back(step, with);
+            for (const int kind : kind_) {
+                all.push_back(&kinds_[kind].classes[std::min(number, kinds_[kind].gathers.size())]);
+            }
+            for (const Increment& step : increments_of(all)) {
+                if (number <= kinds_[kind_[step.op]].gathers.size()) steps.emplace_back(step, number);
+            }
         }
         std::stable_sort(steps.begin(), steps.end(),
                          [](const auto& a, const auto& b) { return a.first.slope > b.first.slope; });
         for (int gather = 0; gather < static_cast<int>(gathers_.size()); ++gather) {
             const auto options = classes(kinds_, gather);
+            std::vector<std::size_t> allowed_now;
+            for (std::size_t op = 0; op < kind_.size(); ++op) allowed_now.push_back(allowed(static_cast<int>(op), gather));
             std::int64_t bytes = 0, gain = 0;
             const auto is_empty = [](const Class* entry) { return entry->choices.empty(); };
             if (std::any_of(options.begin(), options.end(), is_empty)) continue;  // every mode gathers
@@ -369,7 +416,7 @@ class Family {
                 const std::int64_t limit = capacity(batch, gather);
                 if (bytes > limit) continue;
                 for (; next != steps.end(); ++next) {
-                    if (next->second != may_gather(next->first.op, gather)) continue;
+                    if (next->second != allowed_now[next->first.op]) continue;
                     if (bytes + next->first.bytes > limit) break;
                     bytes += next->first.bytes;
                     gain += next->first.gain;
@@ -429,13 +476,16 @@ class Family {
         best_ = seconds_of(node.batch, static_cast<double>(gain));
         result_.feasible = true;
         result_.batch = node.batch;
+        result_.cuts.clear();
         result_.slices.clear();
         result_.step_s = node.batch * problem_.seconds_per_sample;
         for (std::size_t i = 0; i < chosen.size(); ++i) {
             const Division& division = kinds_[kind_[i]].divisions[options[i]->choices[chosen[i]].origin];
+            const Cut& cut = problem_.operators[i].cuts[division.cut];
+            result_.cuts.push_back(division.cut);
             result_.slices.push_back(division.slices);
             for (std::size_t m = 0; m < division.slices.size(); ++m) {
-                result_.step_s += division.slices[m] * problem_.operators[i].modes[m].seconds;
+                result_.step_s += division.slices[m] * cut.modes[m].seconds;
             }
         }
     }

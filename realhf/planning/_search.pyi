@@ -81,6 +81,7 @@ class OsdpSolution(TypedDict):
     step_s: float
     lower_bound_s: float
     proven: bool
+    cuts: list[int]
     slices: list[list[int]]
     smallest_fixed_bytes: int
     states: int
@@ -88,7 +89,7 @@ class OsdpSolution(TypedDict):
 MOST_SLICES: int
 
 def solve_osdp(
-    operators: Sequence[tuple[int, int, Sequence[tuple[float, int, bool]]]],
+    operators: Sequence[Sequence[tuple[int, int, Sequence[tuple[float, int, bool]]]]],
     memory_bytes: int,
     bytes_per_sample: int = 0,
     seconds_per_sample: float = 0.0,

@@ -1,6 +1,7 @@
 """The mode of every operator of a module: chosen by the exact solver from measurements of this group, or given."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,13 +20,14 @@ from realhf.planning.model.osdp.problem import (
     OsdpProblem,
     gib_above,
     given_plan,
-    slicings,
     solve,
     uniform_plan,
+    with_cuts,
 )
 from realhf.planning.model.osdp.table import OperatorRow, operator_rows, plan_text
 from realhf.wrapping.measuring import OptimizerCosts, SampleCosts
 from realhf.wrapping.operators import ModuleOperator
+from realhf.wrapping.recomputation import BlockCosts
 
 MOST_SAMPLES = 2**16
 
@@ -40,12 +42,15 @@ class OsdpOptions:
     slices: large weights are cut into up to this number of slices.
     prefetch: the next slice is gathered while one is in use.
     max_batch: the largest batch that is considered where `batch_size` is None.
+    recompute: which blocks of the model run their forward pass again in the backward pass is chosen together with the
+        modes; blocks are the members of its outermost lists and sequences.
     """
 
     modes: str | ModeRules | None = None
     slices: int = 4
     prefetch: bool = True
     max_batch: int = 512
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         check_fields("", self, {"slices": (1, MOST_SLICES), "max_batch": (1, MOST_SAMPLES)})
@@ -80,6 +85,11 @@ class ModulePlan:
         return tuple((name, modes_text(modes)) for name, modes in self.slice_modes.items())
 
     @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The blocks whose forward pass runs again in the backward pass, by path."""
+        return self.chosen.problem.recomputed
+
+    @property
     def rows(self) -> list[OperatorRow]:
         """The table: operators that are alike in one row, with their modes, seconds of a step and bytes of a rank."""
         return operator_rows(self.chosen)
@@ -94,9 +104,14 @@ def problem_of(
     measured: tuple[SampleCosts, OptimizerCosts],
     links: Links,
     memory_bytes: int,
+    recomputed: tuple[str, ...] = (),
+    bytes_less: int = 0,
 ) -> OsdpProblem:
-    """The choice of modes, operators whole. `memory_bytes`: the memory for operators, gathers and activations."""
+    """The choice of modes, operators whole. `memory_bytes`: the memory for operators, gathers and activations.
+    `recomputed`: blocks that run again, with `bytes_less` for a sample."""
     sample, optimizer = measured
+    again = Counter({path: sample.uses[path] for path in sample.uses if _is_within(path, recomputed)})
+    again_s = sum(sample.forward_s((path,)) * uses for path, uses in again.items())
     return OsdpProblem(
         operators=tuple(
             Operator(
@@ -109,61 +124,82 @@ def problem_of(
                 accumulate_s=op.elements * optimizer.accumulate_s,
                 modes=op.modes,
                 most_slices=op.most_slices,
-                # For every forward pass, and for the backward pass of a product, whose other gradient needs the weight.
-                gathers=sum(sample.uses[path] for path in op.modules) + (op.kind == "linear"),
+                gathers=len(ahead_s),
+                ahead_s=ahead_s,
             )
             for op in operators
+            for ahead_s in [_ahead_s(op, sample, again)]
         ),
         links=links,
         memory_bytes=memory_bytes,
-        extra_bytes_per_sample=sample.bytes_per_sample,
-        extra_seconds_per_sample=sample.seconds_per_sample,
+        extra_bytes_per_sample=max(sample.bytes_per_sample - bytes_less, 0),
+        extra_seconds_per_sample=sample.seconds_per_sample + again_s,
         reduces_whole=True,
+        recomputed=recomputed,
     )
 
 
+def _is_within(path: str, blocks: Sequence[str]) -> bool:
+    return any(path.startswith(f"{block}.") for block in blocks)
+
+
+def block_kinds(operators: Sequence[ModuleOperator], sample: SampleCosts, blocks: BlockCosts) -> dict[str, object]:
+    """By block, its bytes and operators with their seconds: blocks with the same are alike."""
+    return {
+        block: (
+            saved,
+            tuple(
+                (op.kind, *op.shapes.values(), sample.forward_s(op.modules), len(op.modules))
+                for op in operators
+                if any(_is_within(path, (block,)) for path in op.modules)
+            ),
+        )
+        for block, saved in blocks.saved.items()
+    }
+
+
+def _ahead_s(op: ModuleOperator, sample: SampleCosts, again: Counter[str]) -> tuple[float, ...]:
+    """For each gather of a sharded operator, seconds of a sample's pass through it: for every forward pass, those that
+    run `again` too, and for the backward pass of a product, whose other gradient needs the weight."""
+    forward_s = sample.forward_s(op.modules)
+    uses = sum(sample.uses[path] + again[path] for path in op.modules)
+    return (*[forward_s] * uses, *[2 * forward_s] * (op.kind == "linear"))
+
+
 def choose(
-    problem: OsdpProblem, options: OsdpOptions, batch_size: int | None, group: dist.ProcessGroup | None
+    problems: Sequence[OsdpProblem], options: OsdpOptions, batch_size: int | None, group: dist.ProcessGroup | None
 ) -> ModulePlan:
-    """The plan of all ranks: rank 0's, which others get as numbers.
+    """The plan of all ranks: rank 0's, which others get as numbers. `problems` differ in the recomputed blocks.
 
     Raises:
         UserError: nothing fits, with the smallest memory that would do; or `options.modes` cannot be.
     """
     batches = range(1, options.max_batch + 1) if batch_size is None else range(batch_size, batch_size + 1)
     if group is None:  # one rank cannot share
-        chosen, modes = _given(problem, "replicated", batches)
+        chosen, modes = _given(problems, "replicated", batches)
     elif options.modes is not None:
-        chosen, modes = _given(problem, options.modes, batches)
+        chosen, modes = _given(problems, options.modes, batches)
     else:
-        chosen = joined(_decided(slicings(problem, options.slices), batches, group))
-        modes = {op.name: () for op in problem.operators}
+        chosen = _decided([with_cuts(problem, options.slices) for problem in problems], batches, group)
+        modes = {op.name: () for op in chosen.problem.operators}
         for op, mode, count in chosen.counts():
             modes[op.name] = (*modes[op.name], *[mode] * count)
-    uniform = {mode: uniform_plan(problem, mode, batches) for mode in MODES}
+    uniform = {mode: _fastest(uniform_plan(each, mode, batches) for each in problems) for mode in MODES}
     return ModulePlan(chosen=chosen, slice_modes=modes, uniform=uniform)
 
 
-def joined(plan: OsdpPlan) -> OsdpPlan:
-    """The same plan with operators whole where all slices have one mode and none is gathered: cutting them would only
-    cost time."""
-    operators, slices = [], []
-    for op, row in zip(plan.problem.operators, plan.slices, strict=True):
-        is_one = max(row) == op.slices and not any(
-            count for mode, count in zip(plan.problem.modes, row, strict=True) if mode == "sharded"
-        )
-        operators.append(replace(op, slices=1) if is_one else op)
-        slices.append(tuple(count // op.slices for count in row) if is_one else row)
-    return replace(plan, problem=replace(plan.problem, operators=tuple(operators)), slices=tuple(slices))
+def _fastest(plans: Iterable[OsdpPlan | None]) -> OsdpPlan | None:
+    return min(filter(None, plans), key=lambda plan: plan.seconds_per_sample, default=None)
 
 
 def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.ProcessGroup) -> OsdpPlan:
-    """The solution of rank 0 of the group, sent as one vector of numbers: problem, batch, bound, and all counts."""
-    cells = len(problems[0].operators) * len(problems[0].modes)
+    """The solution of rank 0 of the group, sent as one vector of numbers: batch, problem, bound, and all counts of
+    slices."""
+    count, modes = len(problems[0].operators), len(problems[0].modes)
     if group.size() == 1:
         return solve(problems, batches)
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    numbers = torch.zeros(5 + cells, dtype=torch.float64, device=device)
+    numbers = torch.zeros(5 + count * modes, dtype=torch.float64, device=device)
     if group.rank() == 0:
         try:
             plan = solve(problems, batches)
@@ -171,19 +207,22 @@ def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.Proces
             dist.broadcast(numbers, group=group, group_src=0)  # zeros: nothing fits
             raise
         counts = [count for row in plan.slices for count in row]
-        head = [problems.index(plan.problem), plan.batch, plan.lower_bound_s, float(plan.proven), plan.search_s]
+        index = [problem.recomputed for problem in problems].index(plan.problem.recomputed)
+        head = [plan.batch, index, plan.lower_bound_s, float(plan.proven), plan.search_s]
         numbers.copy_(torch.tensor([*head, *counts], dtype=torch.float64))
         dist.broadcast(numbers, group=group, group_src=0)
         return plan
     dist.broadcast(numbers, group=group, group_src=0)
-    if not numbers[1]:
+    if not numbers[0]:
         solve(problems, batches)  # raises what rank 0 has
-    index, batch, lower_bound_s, proven, search_s, *counts = numbers.tolist()
-    problem, modes = problems[int(index)], len(problems[0].modes)
+    batch, index, lower_bound_s, proven, search_s, *rest = numbers.tolist()
+    problem = problems[int(index)]
+    slices = tuple(tuple(map(int, rest[i * modes : (i + 1) * modes])) for i in range(count))
+    operators = (replace(op, slices=sum(row), cuts=()) for op, row in zip(problem.operators, slices, strict=True))
     return OsdpPlan(
-        problem=problem,
+        problem=replace(problem, operators=tuple(operators), batch=int(batch) if problem.hides else problem.batch),
         batch=int(batch),
-        slices=tuple(tuple(map(int, counts[i * modes : (i + 1) * modes])) for i in range(len(problem.operators))),
+        slices=slices,
         lower_bound_s=lower_bound_s,
         proven=bool(proven),
         search_s=search_s,
@@ -191,18 +230,22 @@ def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.Proces
 
 
 def _given(
-    problem: OsdpProblem, rules: str | ModeRules, batches: range
+    problems: Sequence[OsdpProblem], rules: str | ModeRules, batches: range
 ) -> tuple[OsdpPlan, dict[str, tuple[Mode, ...]]]:
-    """The plan of rules (one text is for all operators), with the largest batch that fits."""
-    modes = _ruled(problem.operators, (("*", rules),) if isinstance(rules, str) else rules)
-    cut = replace(problem, operators=tuple(replace(op, slices=len(modes[op.name])) for op in problem.operators))
-    plan = given_plan(cut, [modes[op.name] for op in cut.operators], batches)
+    """The plan of rules (one text is for all operators), with the largest batch that fits, of the fastest problem."""
+    modes = _ruled(problems[0].operators, (("*", rules),) if isinstance(rules, str) else rules)
+
+    def cut(problem: OsdpProblem) -> OsdpProblem:
+        return replace(problem, operators=tuple(replace(op, slices=len(modes[op.name])) for op in problem.operators))
+
+    of_slices = list(modes.values())
+    plan = _fastest(given_plan(cut(problem), of_slices, batches) for problem in problems)
     if plan is None:
-        smallest = given_plan(replace(cut, memory_bytes=2**60), list(modes.values()), batches[:1])
-        assert smallest is not None
+        unlimited = (given_plan(cut(replace(each, memory_bytes=2**60)), of_slices, batches[:1]) for each in problems)
+        smallest = min(each.memory_bytes for each in unlimited if each is not None)
         raise UserError(
-            f"memory_gb={problem.memory_bytes / GIB:.4g} is too little for the given modes with batch {batches[0]}; "
-            f"the smallest memory that does is {smallest.memory_bytes} bytes ({gib_above(smallest.memory_bytes)} GiB). "
+            f"memory_gb={problems[0].memory_bytes / GIB:.4g} is too little for the given modes with batch "
+            f"{batches[0]}; the smallest memory that does is {smallest} bytes ({gib_above(smallest)} GiB). "
             "Shard more operators, cut them into more slices, or leave `modes` out"
         )
     return plan, modes

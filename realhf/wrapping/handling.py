@@ -19,7 +19,9 @@ from realhf.wrapping.trained import OsdpModule
 OPERATORS, FEATURES, SAMPLES = 16, 32, 4  # so small that nothing but their number takes time
 WARM_UPS, READINGS = 2, 5
 USES = 3  # a sharded slice in a step: two gathers and a reduction
-NOTHING = SampleCosts(bytes_per_sample=0, seconds_per_sample=0.0, uses=Counter(), used_elsewhere=frozenset())
+NOTHING = SampleCosts(
+    bytes_per_sample=0, seconds_per_sample=0.0, uses=Counter(), products=Counter(), used_elsewhere=frozenset()
+)
 
 
 def handling_seconds(
@@ -46,7 +48,7 @@ def _step_seconds(mode: Mode, group: dist.ProcessGroup, device: torch.device, dt
     operators = operators_of(module)
     free = (NOTHING, OptimizerCosts(state_bytes=0.0, update_s=0.0))
     problem = problem_of(operators, dtype.itemsize, free, Links(num_devices=group.size(), measured=NO_COSTS), 2**40)
-    plan = choose(problem, OsdpOptions(modes=mode), 1, group)
+    plan = choose([problem], OsdpOptions(modes=mode), 1, group)
     wrapped = OsdpModule(module, operators, plan, lambda vectors: torch.optim.SGD(vectors), group, prefetch=True)
     inputs = torch.zeros(SAMPLES, FEATURES, dtype=dtype, device=device)
 

@@ -40,13 +40,24 @@ class SampleCosts:
     """The costs of a forward and backward pass.
 
     uses: how often a forward pass of each linear or embedding ran, by path; twice where it is computed again.
+    products: multiplications of all these passes of a linear with one sample, by path.
     used_elsewhere: the parameters of these that something else has read.
     """
 
     bytes_per_sample: int
     seconds_per_sample: float
     uses: Counter[str]
+    products: Counter[str]
     used_elsewhere: frozenset[str]
+
+    def forward_s(self, paths: Sequence[str]) -> float:
+        """Seconds of one forward pass of a sample through an operator, which the modules of `paths` share.
+
+        The seconds of a sample are divided in proportion to products; a backward pass has twice those of a forward one.
+        """
+        of_all = sum(count * (1 + 2 / self.uses[path]) for path, count in self.products.items())
+        own, uses = (sum(counts[path] for path in paths) for counts in (self.products, self.uses))
+        return self.seconds_per_sample * own / uses / of_all if own else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +96,17 @@ def sample_costs(module: nn.Module, example: Example, samples: int) -> SampleCos
         bytes_per_sample=per_sample,
         seconds_per_sample=statistics.median(seconds) / samples,
         uses=watches[0].uses,
+        products=watches[0].products,
         used_elsewhere=frozenset(watches[0].used_elsewhere),
     )
+
+
+def activations(module: nn.Module, example: Example, blocks: Sequence[str]) -> tuple[int, Counter[str]]:
+    """Bytes that one more sample adds: to the most that are alive at the same time, and by block, to what its forward
+    pass leaves alive, its output too."""
+    with _undisturbed(module):
+        one, two = (_watched(module, example, count, blocks) for count in (1, 2))
+    return max(two.peak_bytes - one.peak_bytes, 0), two.kept - one.kept
 
 
 def optimizer_costs(
@@ -165,8 +185,10 @@ class _Watch(TorchDispatchMode):
     def __init__(self, module: nn.Module):
         super().__init__()
         self.uses: Counter[str] = Counter()
+        self.products: Counter[str] = Counter()
         self.used_elsewhere: set[str] = set()
         self.running: list[nn.Linear | nn.Embedding] = []
+        self.kept: Counter[str] = Counter()  # by block
         self._changes: list[tuple[int, int]] = []  # (which storage, bytes more or less), in the order of time
         self._alive: dict[int, int] = {}  # by address, the number of the storage there; -1 for parameters
         self._gradients: set[int] = set()
@@ -189,13 +211,21 @@ class _Watch(TorchDispatchMode):
                 self._add(tensor)
         return output
 
-    def before(self, path: str, part: nn.Linear | nn.Embedding, _: Any) -> None:
+    def before(self, path: str, part: nn.Linear | nn.Embedding, inputs: tuple[Any, ...]) -> None:
         """A forward pass of an operator begins."""
         self.uses[path] += 1
+        if isinstance(part, nn.Linear) and inputs:
+            self.products[path] += inputs[0].numel() * part.out_features
         self.running.append(part)
 
     def after(self, *_: Any) -> None:
         self.running.pop()
+
+    def before_block(self, path: str, *_: Any) -> None:
+        self.kept[path] -= sum(size for _, size in self._changes)
+
+    def after_block(self, path: str, *_: Any) -> None:
+        self.kept[path] += sum(size for _, size in self._changes)
 
     def take_gradient(self, parameter: Tensor) -> None:
         """Drops the gradient of a parameter, which is no activation."""
@@ -228,7 +258,7 @@ class _Watch(TorchDispatchMode):
         self._changes.append((number, -size))
 
 
-def _watched(module: nn.Module, example: Example, samples: int) -> _Watch:
+def _watched(module: nn.Module, example: Example, samples: int, blocks: Sequence[str] = ()) -> _Watch:
     """Runs `example` on `samples` samples, and watches it."""
     watch = _Watch(module)
     handles: list[RemovableHandle] = []
@@ -236,6 +266,10 @@ def _watched(module: nn.Module, example: Example, samples: int) -> _Watch:
         if is_operator(part):
             handles.append(part.register_forward_pre_hook(partial(watch.before, path)))
             handles.append(part.register_forward_hook(watch.after))
+    for path in blocks:
+        block = module.get_submodule(path)
+        handles.append(block.register_forward_pre_hook(partial(watch.before_block, path)))
+        handles.append(block.register_forward_hook(partial(watch.after_block, path)))
     try:
         with _taking_gradients(module, watch.take_gradient), watch:
             _run(example, samples)

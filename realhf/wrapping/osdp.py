@@ -3,6 +3,7 @@
 import zlib
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,8 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
 from realhf.planning.model.hardware import GIB, MEMORY_GB
 from realhf.planning.model.osdp.problem import Links
-from realhf.profiling.collectives import measure_collectives
-from realhf.wrapping.choice import MOST_SAMPLES, OsdpOptions, choose, problem_of
+from realhf.profiling.collectives import measure_collectives, measure_overlap
+from realhf.wrapping.choice import MOST_SAMPLES, OsdpOptions, block_kinds, choose, problem_of
 from realhf.wrapping.handling import handling_seconds
 from realhf.wrapping.measuring import (
     MOST_TIMED_SAMPLES,
@@ -26,6 +27,7 @@ from realhf.wrapping.measuring import (
     sample_costs,
 )
 from realhf.wrapping.operators import operators_of
+from realhf.wrapping.recomputation import NO_BLOCKS, BlockCosts, block_costs, blocks_of, recompute, sets_of
 from realhf.wrapping.trained import OsdpModule
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def osdp(
         memory_gb: the memory of a rank for parameters, gradients, optimizer states, gathers and activations, in GiB.
         example: `example(n)` runs the model on n samples and returns their loss; used for measuring, before wrapping.
         batch_size: samples of a rank and forward pass; None: those that give the most samples a second, `plan` says.
-        options: of `OsdpOptions`: modes, slices, prefetch, max_batch.
+        options: of `OsdpOptions`: modes, slices, prefetch, recompute, max_batch.
 
     Raises:
         UserError: nothing fits, and the smallest memory that would do; or an argument cannot be.
@@ -73,16 +75,33 @@ def osdp(
     share = sum(p.numel() for p in model.parameters() if p.requires_grad) // device_mesh.size()
     optimizer = optimizer_costs(optimizer_factory, dtype, device, share)
     sample = sample_costs(model, example, samples)
+    blocks = block_costs(model, example, blocks_of(model)) if given.recompute else NO_BLOCKS
     if group is not None:
         sample, optimizer = _agreed(sample, optimizer, model, group)
-    costs = measure_collectives(group, device, dtype)
-    handling_s = handling_seconds(group, device, dtype, costs)
-    links = Links(num_devices=device_mesh.size(), measured=costs, handling_s=handling_s)
+        blocks = _agreed_blocks(blocks, group, device)
+    links = _links(group, device, dtype, prefetch=given.prefetch)
     operators = operators_of(model, sample.used_elsewhere)
-    problem = problem_of(operators, dtype.itemsize, (sample, optimizer), links, int(memory_gb * GIB))
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    plan = choose(replace(problem, extra_bytes=frozen, prefetch=given.prefetch), given, batch_size, group)
+    whole = partial(problem_of, operators, dtype.itemsize, (sample, optimizer), links, int(memory_gb * GIB))
+    problems = [
+        replace(whole(again, blocks.bytes_less(again)), extra_bytes=frozen, prefetch=given.prefetch)
+        for again in sets_of(block_kinds(operators, sample, blocks))
+    ]
+    plan = choose(problems, given, batch_size, group)
+    for path in plan.recomputed:
+        recompute(model.get_submodule(path))
     return OsdpModule(model, operators, plan, optimizer_factory, group, prefetch=given.prefetch)
+
+
+def _links(group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype, *, prefetch: bool) -> Links:
+    """The measured costs of a group's collectives."""
+    costs = measure_collectives(group, device, dtype)
+    return Links(
+        num_devices=1 if group is None else group.size(),
+        measured=costs,
+        handling_s=handling_seconds(group, device, dtype, costs),
+        overlap=measure_overlap(group, device, dtype) if prefetch else 0.0,
+    )
 
 
 def _group(device_mesh: "DeviceMesh") -> dist.ProcessGroup | None:
@@ -138,19 +157,31 @@ def _agreed(
     numbers = [
         *(sample.bytes_per_sample, sample.seconds_per_sample),
         *(optimizer.state_bytes, optimizer.update_s, optimizer.accumulate_s),
-        *(sample.uses[path] for path in paths),
+        *(counts[path] for counts in (sample.uses, sample.products) for path in paths),
         *(float(name in sample.used_elsewhere) for name in names),
     ]
     tensor = torch.tensor(numbers, dtype=torch.float64, device=next(model.parameters()).device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     size, seconds, state_bytes, update_s, accumulate_s, *others = tensor.tolist()
-    uses, elsewhere = others[: len(paths)], others[len(paths) :]
+    counts = [Counter(dict(zip(paths, map(int, others[i * len(paths) :]), strict=False))) for i in range(2)]
+    elsewhere = others[2 * len(paths) :]
     return (
         SampleCosts(
             bytes_per_sample=int(size),
             seconds_per_sample=seconds,
-            uses=Counter({path: int(count) for path, count in zip(paths, uses, strict=True)}),
+            uses=counts[0],
+            products=+counts[1],
             used_elsewhere=frozenset(name for name, is_one in zip(names, elsewhere, strict=True) if is_one),
         ),
         OptimizerCosts(state_bytes=state_bytes, update_s=update_s, accumulate_s=accumulate_s),
     )
+
+
+def _agreed_blocks(blocks: BlockCosts, group: dist.ProcessGroup, device: torch.device) -> BlockCosts:
+    """The least that any rank saves, and the most that any has again."""
+    ends = torch.tensor(
+        [blocks.again, *(-saved for saved in blocks.saved.values())], dtype=torch.float64, device=device
+    )
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    again, *saved = map(int, ends.tolist())
+    return BlockCosts(saved={path: -less for path, less in zip(blocks.saved, saved, strict=True)}, again=again)

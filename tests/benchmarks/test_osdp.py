@@ -104,3 +104,5 @@ def test_the_quick_form() -> None:
     exact = [row for row in rows if "bytes sent" in row["case"] or "peak of states" in row["case"]]
     assert len(exact) == 2 * 2 * 6 + 2
     assert all(row["holds"] for row in exact)
+    together = [row for row in rows if "on a slow link" in row["case"]]
+    assert [word in row["case"] for word, row in zip(("overlap", "recomputation"), together, strict=True)] == [True] * 2

@@ -169,6 +169,7 @@ def not_measured() -> Iterator[None]:
     with (
         mock.patch("realhf.wrapping.osdp.measure_collectives", return_value=COSTS),
         mock.patch("realhf.wrapping.osdp.handling_seconds", return_value=0.0),
+        mock.patch("realhf.wrapping.osdp.measure_overlap", return_value=0.0),
     ):
         yield
 
@@ -177,8 +178,8 @@ def run_all(rank: int, ranks: int, cases: dict[str, Case]) -> dict[str, Outcome]
     return {name: trained(case, rank, ranks) for name, case in cases.items()}
 
 
-def trained(case: Case, rank: int, ranks: int) -> Outcome:
-    model = wrapped(net(case), ranks, modes=case.modes, prefetch=case.prefetch)
+def trained(case: Case, rank: int, ranks: int, **limit: Any) -> Outcome:
+    model = wrapped(net(case), ranks, modes=case.modes, prefetch=case.prefetch, **limit)
     norms = []
     for step in range(STEPS):
         tokens = batch(step).chunk(ranks)[rank]
@@ -251,6 +252,29 @@ def test_five_steps_of_random_mixes(ranks: int) -> None:
     outcomes = run_distributed(run_all, ranks, ranks, SLOW)
     for name, case in SLOW.items():
         check(case, [rank[name] for rank in outcomes])
+
+
+def recomputed(rank: int) -> tuple[tuple[str, ...], int, Outcome]:
+    """With a byte less than nothing recomputed needs: the blocks, forward passes of the first, and five steps."""
+    case = Case("2 sharded")
+    plain = wrapped(net(case), 2, modes=case.modes, recompute=True)
+    assert plain.plan.recomputed == ()
+    limit = {"memory_gb": (plain.plan.memory_bytes - 1) / GIB, "recompute": True}
+    model = net(case)
+    kept = wrapped(model, 2, modes=case.modes, **limit)
+    assert kept.plan.memory_bytes < plain.plan.memory_bytes
+    passes = []
+    model.layers[0].norm.register_forward_hook(lambda *_: passes.append(1))
+    loss_of(kept, batch(0)[:2]).backward()
+    kept.zero_grad()
+    return kept.plan.recomputed, len(passes), trained(case, rank, 2, **limit)
+
+
+def test_blocks_that_are_chosen_run_again() -> None:
+    for blocks, passes, outcome in run_distributed(recomputed, 2):
+        assert blocks[0] == "layers.0"
+        assert passes == 2
+        check(Case("2 sharded"), [outcome])
 
 
 SLICES = (1, 2, 4, 8)

@@ -3,7 +3,7 @@ sharded over dp, those that cost the least time (OSDP, IJCAI 2023). The choice i
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, groupby
@@ -27,7 +27,7 @@ from realhf.planning.model.osdp.units import (
 from realhf.planning.model.rank_work import HOLES, RankWork
 from realhf.planning.model.sizes import model_sizes
 
-SLICES = (1, 2, 4, 8)  # of a large operator; the best number depends on the memory for gathered parts
+SLICES = (1, 2, 4, 8)  # of a large operator, to choose from: more take longer, and less memory while they are gathered
 # Parts of the memory that sharding all states would save, where other calls share the devices.
 SAVED_PARTS = (0.25, 0.5, 0.75)
 _ZERO1: Modes = ("zero1",)
@@ -69,8 +69,9 @@ class _Slice:
     gather_bytes: int
 
 
-_Row = tuple[int, int, tuple[tuple[float, int, bool], ...]]  # as `_search.solve_osdp` takes an operator
-_Numbers = Mapping[_Alike, int]  # of slices, by group of the operators of a stage
+_Cut = tuple[int, int, tuple[tuple[float, int, bool], ...]]
+_Row = tuple[_Cut, ...]  # as `_search.solve_osdp` takes an operator
+_Sharded = tuple[int, int]  # of a row: which cut it has, and how many slices are sharded
 
 
 class Chooser:
@@ -103,55 +104,43 @@ class Chooser:
 
     def _on_stage(self, stage: int, limit_bytes: int | None, of_embedding: Modes | None) -> dict[str, Modes] | None:
         """By operator of a stage. The tied embedding has the modes of the other stage that has it."""
+        groups = self._groups(stage)
+        rows = tuple(chain.from_iterable(self._rows(group, stage, of_embedding) for group in groups))
         if limit_bytes is None:
-            cuts = self._cuts(stage, of_embedding)
-            limit = min(_search.solve_osdp(rows, 0)["smallest_fixed_bytes"] for _, rows in cuts)
+            limit = _search.solve_osdp(rows, 0)["smallest_fixed_bytes"]
         else:
             limit = limit_bytes - self._fixed_bytes(stage)
-        best: tuple[float, dict[str, Modes]] | None = None
-        for numbers, rows in self._cuts(stage, of_embedding):
-            solved = _solved(rows, limit)
-            if solved is not None:
-                if best is not None and solved[0] >= best[0]:
-                    break  # with more slices, more messages
-                best = solved[0], self._modes(numbers, solved[1], stage)
-        return None if best is None else best[1]
+        solved = _solved(rows, limit)
+        return None if solved is None else self._modes(groups, solved[1])
 
-    def _cuts(self, stage: int, of_embedding: Modes | None) -> Iterator[tuple[_Numbers, tuple[_Row, ...]]]:
-        """The operators of a stage in each number of slices, the fewest first, as long as some can be cut so far, with
-        the rows of the solver."""
-        for slices in SLICES:
-            numbers = {group: self._slices_of(group, slices) for group in self._groups(stage)}
-            if slices > 1 and max(numbers.values(), default=1) < slices:
-                break
-            rows = (
-                _rows(
-                    group, number, self._slice(group, number, stage), of_embedding if group.kind == EMBEDDING else None
-                )
-                for group, number in numbers.items()
-            )
-            yield numbers, tuple(chain.from_iterable(rows))
+    def _rows(self, group: _Alike, stage: int, of_embedding: Modes | None) -> Iterator[_Row]:
+        """The rows of the solver, each of some operators that are alike; each row is cut as suits it best."""
+        numbers, fixed = self._numbers(group), of_embedding if group.kind == EMBEDDING else None
+        for operators_here in _in_rows(group, numbers[-1]):
+            yield tuple(_cut(operators_here * number, self._slice(group, number, stage), fixed) for number in numbers)
 
     def _groups(self, stage: int) -> "tuple[_Alike, ...]":
         return _alike(self._model, self._strategy, stage, self._exchanges[stage].recomputes)
 
-    def _slices_of(self, group: _Alike, slices: int) -> int:
-        """Into how many an operator is cut, at most `slices`."""
-        size_bytes = sum(math.prod(shape) for shape in group.shapes) * self._item
-        has_so_many = group.can_be_cut and group.shapes[0][cut_dim(group.kind)] >= slices
-        return slices if has_so_many and size_bytes >= SMALLEST_SLICED_BYTES else 1
+    def _numbers(self, group: _Alike) -> list[int]:
+        """The numbers of slices that an operator can have."""
+        is_large = sum(math.prod(shape) for shape in group.shapes) * self._item >= SMALLEST_SLICED_BYTES
+        most = group.shapes[0][cut_dim(group.kind)] if group.can_be_cut and is_large else 1
+        return [number for number in SLICES if number <= most]
 
     @kept
     def _slice(self, group: _Alike, number: int, stage: int) -> _Slice:
         """Seconds and bytes of a slice."""
         exchange, dp = self._exchanges[stage], self._strategy.dp
+        whole = max(slice_elements(group.shapes, _ZERO1, dp, cut_dim(group.kind)))
         plain = max(slice_elements(group.shapes, _ZERO1 * number, dp, cut_dim(group.kind)))
         sharded = max(slice_elements(group.shapes, _SHARDED * number, dp, cut_dim(group.kind)))
         kept = self._item + self._gradient
         held = 2 if self._features.prefetch else 1
         gather = sharded * (held * self._item + 2 * self._gradient)
         return _Slice(
-            zero1=(exchange.zero1_s(plain), math.ceil(plain * kept + plain * self._state / dp)),
+            # A part of one vector, however the operator is cut.
+            zero1=(exchange.zero1_s(whole) / number, math.ceil(plain * kept + plain * self._state / dp)),
             sharded=(
                 exchange.sharded_s(sharded, group.kind, 1 / number, recomputed=group.is_recomputed),
                 sharded // dp * (kept + self._state),
@@ -168,26 +157,23 @@ class Chooser:
         state = placed.features.state_bytes(placed.dtype)
         return math.ceil(elements * (self._item + self._gradient + self._state / dp)) + written * (self._item + state)
 
-    def _modes(self, numbers: _Numbers, sharded: tuple[int, ...], stage: int) -> dict[str, Modes]:
-        """By operator, from the numbers of sharded slices in the solver's rows. Slices of operators that are alike are
-        alike: the first layers are sharded, each in as few slices as the largest gather allows."""
-        counts: Counter[_Alike] = Counter()
-        left = iter(sharded)
-        for group, number in numbers.items():
-            counts[group] = sum(next(left) for _ in _in_rows(group, number))
-        gathers = (self._slice(group, numbers[group], stage).gather_bytes for group, count in counts.items() if count)
-        most = max(gathers, default=0)
+    def _modes(self, groups: Sequence[_Alike], sharded: Sequence[_Sharded]) -> dict[str, Modes]:
+        """By operator, from what the solver says of its rows. Operators that are alike change places: the first layers
+        are sharded, those in fewer slices first."""
         modes: dict[str, Modes] = {}
-        for group, number in numbers.items():
-            fewest = next(
-                few
-                for few in (*(each for each in SLICES if each < number), number)
-                if few == number or self._slice(group, few, stage).gather_bytes <= most
-            )
-            whole, rest = divmod(counts[group], number)
-            mixed: Modes = _SHARDED * rest + _ZERO1 * (number - rest)
-            for place, name in enumerate(group.names):
-                modes[name] = _SHARDED * fewest if place < whole else mixed if place == whole and rest else _ZERO1
+        left = iter(sharded)
+        for group in groups:
+            counts: Counter[int] = Counter()
+            numbers = self._numbers(group)
+            for _ in _in_rows(group, numbers[-1]):
+                cut, count = next(left)
+                counts[numbers[cut]] += count
+            found: list[Modes] = []
+            for number, count in sorted(counts.items()):
+                whole, rest = divmod(count, number)
+                found += [_SHARDED * number] * whole + [_SHARDED * rest + _ZERO1 * (number - rest)] * (rest > 0)
+            found += [_ZERO1] * (len(group.names) - len(found))
+            modes |= zip(group.names, found, strict=True)
         return modes
 
 
@@ -204,33 +190,36 @@ def _alike(
     return tuple(_Alike(kind, tuple(each), shapes, *alike) for (kind, shapes, *alike), each in names.items())
 
 
-def _in_rows(group: _Alike, number: int) -> Iterator[int]:
-    """How many slices of a group each of its rows has."""
-    operators_a_row = _search.MOST_SLICES // number
-    for first in range(0, len(group.names), operators_a_row):
-        yield number * min(operators_a_row, len(group.names) - first)
+def _in_rows(group: _Alike, most: int) -> Iterator[int]:
+    """How many operators of a group each of its rows has, in up to `most` slices each. The first is alone: it may be
+    cut finer than the others, to be sharded in part."""
+    left = len(group.names) - 1
+    yield 1
+    while left > 0:
+        here = min(_search.MOST_SLICES // most, left)
+        yield here
+        left -= here
 
 
-def _rows(group: _Alike, number: int, part: _Slice, fixed: Modes | None) -> Iterator[_Row]:
+def _cut(slices: int, part: _Slice, fixed: Modes | None) -> _Cut:
     """With both modes, or the one that is fixed."""
     modes: tuple[tuple[float, int, bool], ...] = ((*part.zero1, False), (*part.sharded, True))
     if fixed:
         modes = modes[1:] if fixed == _SHARDED else modes[:1]
-    for slices in _in_rows(group, number):
-        yield slices, part.gather_bytes, modes
+    return slices, part.gather_bytes, modes
 
 
 @lru_cache(maxsize=65536)
-def _solved(rows: tuple[_Row, ...], memory_bytes: int) -> tuple[float, tuple[int, ...]] | None:
-    """Seconds of the best choice within memory, and how many slices of each row are sharded. None: nothing fits."""
+def _solved(rows: tuple[_Row, ...], memory_bytes: int) -> tuple[float, tuple[_Sharded, ...]] | None:
+    """Seconds of the best choice within memory, and what it has sharded. None: nothing fits."""
     if memory_bytes < 0:
         return None
     found = _search.solve_osdp(rows, memory_bytes)
     if not found["feasible"]:
         return None
     sharded = (
-        sum(count for count, (_, _, gathers) in zip(counts, modes, strict=True) if gathers)
-        for counts, (_, _, modes) in zip(found["slices"], rows, strict=True)
+        (cut, sum(count for count, (_, _, gathers) in zip(counts, cuts[cut][2], strict=True) if gathers))
+        for cut, counts, cuts in zip(found["cuts"], found["slices"], rows, strict=True)
     )
     return found["step_s"], tuple(sharded)
 

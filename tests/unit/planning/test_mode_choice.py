@@ -20,8 +20,8 @@ from realhf.planning.model.mode_choice import (
     Chooser,
     _Alike,
     _alike,
+    _cut,
     _in_rows,
-    _rows,
     _Slice,
     _solved,
     compact,
@@ -100,61 +100,67 @@ def alike(kind: str = "gate", number: int = 5, shape: tuple[int, int] = (2048, 5
 
 
 def test_rows_have_64_slices_at_most() -> None:
-    assert list(_in_rows(alike(number=5), 1)) == [5]
-    assert list(_in_rows(alike(number=65), 1)) == [64, 1]
-    assert list(_in_rows(alike(number=5), 32)) == [64, 64, 32]
-    assert list(_in_rows(alike(number=8), 8)) == [64]
-    assert list(_in_rows(alike(number=9), 8)) == [64, 8]
+    """Behind one operator alone."""
+    assert list(_in_rows(alike(number=1), 8)) == [1]
+    assert list(_in_rows(alike(number=5), 1)) == [1, 4]
+    assert list(_in_rows(alike(number=66), 1)) == [1, 64, 1]
+    assert list(_in_rows(alike(number=6), 32)) == [1, 2, 2, 1]
+    assert list(_in_rows(alike(number=9), 8)) == [1, 8]
+    assert list(_in_rows(alike(number=10), 8)) == [1, 8, 1]
 
 
-def test_rows_of_the_solver() -> None:
+def test_cuts_of_the_solver() -> None:
     part = _Slice((1.0, 10), (2.0, 5), 7)
     both = ((1.0, 10, False), (2.0, 5, True))
-    assert list(_rows(alike(number=65), 1, part, None)) == [(64, 7, both), (1, 7, both)]
-    assert list(_rows(alike(number=2), 1, part, ("sharded",))) == [(2, 7, both[1:])]
-    assert list(_rows(alike(number=2), 1, part, ("zero1",))) == [(2, 7, both[:1])]
+    assert _cut(3, part, None) == (3, 7, both)
+    assert _cut(3, part, ("sharded",)) == (3, 7, both[1:])
+    assert _cut(3, part, ("zero1",)) == (3, 7, both[:1])
 
 
-ROW = (2, 7, ((1.0, 10, False), (2.0, 5, True)))
+CUT = (2, 7, ((1.0, 10, False), (2.0, 5, True)))
+FIXED = ((1, 0, ((1.0, 10, False),)),)
 
 
 def test_choices_of_the_solver() -> None:
     """Two slices of 10 or 5 bytes and 7 while one is in use."""
-    assert _solved((ROW,), 20) == (2.0, (0,))
-    assert _solved((ROW,), 19) == (4.0, (2,))  # one in each mode needs 22
-    assert _solved((ROW, (1, 0, ((1.0, 10, False),))), 30) == (3.0, (0, 0))
-    assert _solved((ROW, (1, 0, ((1.0, 10, False),))), 29) == (5.0, (2, 0))
-    assert _solved((ROW,), 16) is None
-    assert _solved((ROW,), 0) is None
-    assert _solved((ROW,), -1) is None
+    assert _solved(((CUT,),), 20) == (2.0, ((0, 0),))
+    assert _solved(((CUT,),), 19) == (4.0, ((0, 2),))  # one in each mode needs 22
+    assert _solved(((CUT,), FIXED), 30) == (3.0, ((0, 0), (0, 0)))
+    assert _solved(((CUT,), FIXED), 29) == (5.0, ((0, 2), (0, 0)))
+    assert _solved(((CUT,),), 16) is None
+    assert _solved(((CUT,),), 0) is None
+    assert _solved(((CUT,),), -1) is None
     assert _solved((), 0) == (0.0, ())
+    # In four slices of 5 bytes or 3, gathers take 3: with 17 + 3 bytes, one is sharded less than half.
+    quarters = (4, 3, ((0.5, 5, False), (1.25, 2, True)))
+    assert _solved(((CUT, quarters),), 20) == (2.0, ((0, 0),))
+    assert _solved(((CUT, quarters),), 19) == (2 * 0.5 + 2 * 1.25, ((1, 2),))  # 2 x 5 + 2 x 2 + 3
+    assert _solved(((CUT, quarters),), 16) == (0.5 + 3 * 1.25, ((1, 3),))  # 5 + 3 x 2 + 3
 
 
 def test_what_the_solver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of memory below 0."""
     asked: list[Any] = []
     monkeypatch.setattr(choosing._search, "solve_osdp", lambda *words: asked.append(words) or {"feasible": False})
-    row = (3, 7, ((1.0, 10, False),))
+    row = ((3, 7, ((1.0, 10, False),)),)
     assert _solved((row,), 12345) is None
     assert _solved((row,), -1) is None
     assert asked == [((row,), 12345)]
 
 
 @pytest.mark.parametrize(
-    ("group", "slices", "expected"),
+    ("group", "expected"),
     [
-        (alike(), 8, 8),
-        (alike(shape=(512, 512)), 8, 8),  # a MiB
-        (alike(shape=(511, 512)), 8, 1),
-        (alike(can_be_cut=False), 8, 1),
-        (alike(shape=(2**20, 4)), 4, 4),
-        (alike(shape=(2**20, 4)), 8, 1),  # of four columns
-        (alike("head", shape=(4, 2**20)), 4, 4),
-        (alike("head", shape=(4, 2**20)), 8, 1),
+        (alike(), [1, 2, 4, 8]),
+        (alike(shape=(512, 512)), [1, 2, 4, 8]),  # a MiB
+        (alike(shape=(511, 512)), [1]),
+        (alike(can_be_cut=False), [1]),
+        (alike(shape=(2**20, 4)), [1, 2, 4]),  # of four columns
+        (alike("head", shape=(4, 2**20)), [1, 2, 4]),
     ],
 )
-def test_large_operators_are_cut(group: _Alike, slices: int, expected: int) -> None:
-    assert chooser()._slices_of(group, slices) == expected
+def test_large_operators_are_cut(group: _Alike, expected: list[int]) -> None:
+    assert chooser()._numbers(group) == expected
 
 
 def sharded_s(elements: int, *, again: bool = False, looked_up: bool = False) -> float:
@@ -175,7 +181,8 @@ def test_what_a_slice_takes(features: dict[str, bool], gathered: float, states: 
     """A quarter of gate, 128 of its 512 columns, on four ranks."""
     elements = 2048 * 128
     found = chooser(**features)._slice(alike(), 4, 0)
-    assert found.zero1 == (pytest.approx(3.0 + 2e-6 * elements * 4), elements * 8 + elements * states // 4)
+    # A part of one vector: an all-reduce of all of gate, of which this is a quarter.
+    assert found.zero1 == (pytest.approx((3.0 + 2e-6 * 4 * elements * 4) / 4), elements * 8 + elements * states // 4)
     assert found.sharded == (pytest.approx(sharded_s(elements)), elements // 4 * (8 + states))
     assert found.gather_bytes == math.ceil(elements * gathered)
 
@@ -226,21 +233,18 @@ def test_what_no_choice_changes(stage: int, norms: int, dtype_item: int) -> None
     assert odd._fixed_bytes(stage) == math.ceil((-(-norms // 192) * 192 + 192) * (8 + 8 / 3))
 
 
-def test_numbers_of_slices_that_are_tried() -> None:
-    """As long as some operator can be cut so far; of TINY none can."""
-    most = [max(numbers.values()) for numbers, _ in chooser()._cuts(0, None)]
-    assert most == [1, 2, 4, 8]
-    assert [max(numbers.values()) for numbers, _ in chooser(TINY)._cuts(0, None)] == [1]
-    narrow = replace(BIG, hidden_size=4, intermediate_size=2**18, num_heads=2, num_kv_heads=1, vocab_size=2**17)
-    found = [{group.kind: n for group, n in numbers.items()} for numbers, _ in chooser(narrow)._cuts(0, None)]
-    assert [each["gate"] for each in found] == [1, 2, 4, 1]
-    assert [each["down"] for each in found] == [1, 2, 4, 8]
+def test_every_row_has_all_cuts() -> None:
     chosen = chooser()
-    for numbers, rows in chosen._cuts(0, None):
-        parts = ((group, number, chosen._slice(group, number, 0)) for group, number in numbers.items())
-        assert rows == tuple(row for part in parts for row in _rows(*part, None))
-    _, fixed = next(chooser()._cuts(0, ("sharded",)))
-    assert [len(modes) for _, _, modes in fixed] == [1, *[2] * (len(fixed) - 1)]
+    one, two = (chosen._rows(alike(number=number), 0, None) for number in (1, 2))
+    [row] = one
+    assert row == tuple(_cut(number, chosen._slice(alike(), number, 0), None) for number in (1, 2, 4, 8))
+    assert list(two) == [row, row]
+    third = list(chosen._rows(alike(number=3), 0, None))[1]
+    assert [slices for slices, _, _ in third] == [2, 4, 8, 16]
+    embedding = _Alike("embedding", ("embedding",), ((1024, 512),), False, False)
+    [[(_, _, modes)]] = chosen._rows(embedding, 0, ("sharded",))
+    assert [gathers for _, _, gathers in modes] == [True]
+    assert all(len(modes) == 2 for _, _, modes in next(chosen._rows(alike(), 0, ("sharded",))))
 
 
 # --- whole choices against all that there are
@@ -256,7 +260,7 @@ def test_the_choice_takes_the_least_time_in_its_room(share: float) -> None:
     smallest = found._on_stage(0, None, None)
     assert smallest is not None
     every = few(ONE, 4)
-    least, most = min(need for _, need in every), every[0][1]
+    least, most = min(need for _, need in every), min(every)[1]
     room = int(least + share * (most - least))
     modes = found._on_stage(0, room, None)
     assert modes is not None
@@ -270,22 +274,27 @@ def test_the_choice_takes_the_least_time_in_its_room(share: float) -> None:
 
 
 def few(model: DecoderConfig, dp: int) -> list[tuple[float, int]]:
-    """Seconds and bytes of every choice, with one number of slices for all that may be cut. Operators of the same size
-    take the same: how many of their slices are sharded is all that matters."""
+    """Seconds and bytes of every choice. Operators of the same size take the same: how many of them have each number of
+    slices, and how many of these are sharded, is all that matters."""
     found = chooser(model, (dp,), prefetch=False)
-    groups, choices = found._groups(0), []
-    for slices in (1, 2, 4, 8):
-        classes: Counter[_Slice] = Counter()
-        for group in groups:
-            number = found._slices_of(group, slices)
-            classes[found._slice(group, number, 0)] += number
-        for counts in itertools.product(*(range(total + 1) for total in classes.values())):
-            pairs = list(zip(classes.items(), counts, strict=True))
-            seconds = sum(n * p.sharded[0] + (total - n) * p.zero1[0] for (p, total), n in pairs)
-            size = sum(n * p.sharded[1] + (total - n) * p.zero1[1] for (p, total), n in pairs)
-            gather = max((p.gather_bytes for (p, _), n in pairs if n), default=0)
-            choices.append((seconds, size + gather + found._fixed_bytes(0)))
-    return choices
+    alike: Counter[tuple[_Slice, ...]] = Counter()
+    for group in found._groups(0):
+        alike[tuple(found._slice(group, number, 0) for number in found._numbers(group))] += len(group.names)
+    choices = [(0.0, 0, 0)]
+    for parts, count in alike.items():
+        of_one = [
+            (n * p.sharded[0] + (number - n) * p.zero1[0], n * p.sharded[1] + (number - n) * p.zero1[1],
+             p.gather_bytes if n else 0)
+            for number, p in zip((1, 2, 4, 8), parts, strict=False) for n in range(number + 1)
+        ]  # fmt: skip
+        sums = {
+            (sum(seconds), sum(sizes), max(gathers))
+            for seconds, sizes, gathers in (
+                zip(*each, strict=True) for each in itertools.combinations_with_replacement(of_one, count)
+            )
+        }
+        choices = [(a + x, b + y, max(c, z)) for a, b, c in choices for x, y, z in sums]
+    return [(seconds, size + gather + found._fixed_bytes(0)) for seconds, size, gather in choices]
 
 
 def taken(found: Chooser, modes: dict[str, Any]) -> tuple[float, int]:
@@ -301,37 +310,23 @@ def taken(found: Chooser, modes: dict[str, Any]) -> tuple[float, int]:
     return seconds, int(size + gather) + found._fixed_bytes(0)
 
 
-@pytest.mark.parametrize(
-    ("other", "sharded", "first"),
-    [
-        ((1, False), (6, 0), 4),  # a quarter of a layer's operator at a time
-        ((1, True), (6, 1), 1),  # the whole other one is gathered, which is as large
-        ((2, True), (6, 1), 2),
-        ((4, True), (6, 1), 4),
-    ],
-)
-def test_the_first_layers_are_sharded_in_as_few_slices_as_do(
-    other: tuple[int, bool], sharded: tuple[int, int], first: int
-) -> None:
-    """6 of 12 slices: a layer whole, and half of the next one."""
-    chosen = chooser()
-    cut = {alike(number=3): 4, alike("down", 1, (512, 2048)): other[0]}
-    down = ("sharded",) * (1 if other[1] else 0) + ("zero1",) * (other[0] - 1)
-    assert chosen._modes(cut, sharded, 0) == {
-        "layers.0.gate": ("sharded",) * first,
+def test_the_first_layers_are_sharded() -> None:
+    """Rows of one operator and of two: cut into four slices, of which two are sharded, and whole, one sharded."""
+    chosen, down = chooser(), alike("down", 1, (512, 2048))
+    found = chosen._modes([alike(number=3), down], [(2, 2), (0, 1), (1, 2)])
+    assert found == {
+        "layers.0.gate": ("sharded",),
         "layers.1.gate": ("sharded", "sharded", "zero1", "zero1"),
         "layers.2.gate": ("zero1",),
-        "layers.0.down": down if other[1] else ("zero1",),
+        "layers.0.down": ("sharded", "sharded"),
     }
+    assert set(chosen._modes([alike(number=3), down], [(0, 0), (3, 0), (1, 0)]).values()) == {("zero1",)}
 
 
 def test_slices_of_several_rows_add_up() -> None:
-    """Three rows of two layers with 32 slices each, and of one."""
-    chosen, group = chooser(), alike(number=5, shape=(2**14, 64))
-    found = chosen._modes({group: 32}, (64, 32, 0), 0)
-    assert [found[name] for name in group.names] == [("sharded",) * 32] * 3 + [("zero1",)] * 2
-    none = chosen._modes({group: 32}, (0, 0, 0), 0)
-    assert set(none.values()) == {("zero1",)}
+    """Ten operators in rows of one, eight and one: 3 + 60 + 5 slices of 8 are of eight operators, and a half."""
+    found = chooser()._modes([alike(number=10)], [(3, 3), (3, 60), (3, 5)])
+    assert list(found.values()) == [("sharded",) * 8] * 8 + [("sharded",) * 4 + ("zero1",) * 4, ("zero1",)]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from realhf.planning.model.osdp.problem import (
     sliced,
     solve,
     uniform_plan,
+    with_cuts,
 )
 from realhf.planning.model.osdp.units import SMALLEST_SLICED_BYTES
 
@@ -68,7 +69,7 @@ def test_links_of_a_measured_group() -> None:
     assert (plain.launch_s, plain.handling_s, plain.measured) == (0.0, 0.0, None)
 
 
-@pytest.mark.parametrize("name", ["latency_s", "seconds_per_byte", "launch_s", "handling_s"])
+@pytest.mark.parametrize("name", ["latency_s", "seconds_per_byte", "launch_s", "handling_s", "overlap"])
 def test_links_take_no_negative_time(name: str) -> None:
     fields = {"num_devices": 1, "latency_s": 0.0, "seconds_per_byte": 0.0}
     with pytest.raises(UserError, match=f"{name}=-0.5 must not be negative"):
@@ -78,6 +79,7 @@ def test_links_take_no_negative_time(name: str) -> None:
         Links(**{**fields, "num_devices": 0})  # type: ignore[arg-type]
 
 
+TWO = [0.0, 0.0]  # gathers behind nothing
 PASS_S = 3 * (0.25 + 800 * 0.01 / 4)
 
 
@@ -93,10 +95,61 @@ PASS_S = 3 * (0.25 + 800 * 0.01 / 4)
 )
 def test_seconds_of_a_mode(mode: Any, gathers: int, ring_s: float, measured_s: float) -> None:
     assert RING.pass_s(800) == PASS_S
-    assert RING.mode_s(mode, 800, gathers) == pytest.approx(ring_s)
-    assert Links(num_devices=4, measured=COSTS, handling_s=7.0).mode_s(mode, 800, gathers) == pytest.approx(measured_s)
-    assert replace(RING, num_devices=1).mode_s(mode, 800, gathers) == 0.0
-    assert Links(num_devices=1, measured=COSTS, handling_s=7.0).mode_s(mode, 800, gathers) == 0.0
+    ahead_s, measured = [0.0] * gathers, Links(num_devices=4, measured=COSTS, handling_s=7.0)
+    assert RING.mode_s(mode, 800, ahead_s) == pytest.approx(ring_s)
+    assert measured.mode_s(mode, 800, ahead_s) == pytest.approx(measured_s)
+    assert replace(RING, num_devices=1).mode_s(mode, 800, ahead_s) == 0.0
+    assert replace(measured, num_devices=1).mode_s(mode, 800, ahead_s) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("overlap", "waited"),
+    [
+        (0.0, 1 + 1 + 1),
+        (1.0, 0 + 1 + 0.5),  # of computation that lasts longer, not at all, and half as long
+        (0.25, 0.5 + 1 + 0.875),
+    ],
+)
+def test_a_gather_is_hidden_behind_computation(overlap: float, waited: float) -> None:
+    """Of three gathers, behind twice their own time, nothing and half of it. What a gather needs from the engine is
+    not hidden, nor is the reduction."""
+    ring = replace(RING, overlap=overlap)
+    one_s, gather_s = PASS_S + 3, 2 + 200
+    assert ring.mode_s("sharded", 800, [2 * one_s, 0.0, one_s / 2]) == pytest.approx((waited + 1) * one_s)
+    assert ring.mode_s("zero1", 800, [2 * one_s] * 3) == RING.mode_s("zero1", 800, [0.0])
+    measured = Links(num_devices=4, measured=COSTS, handling_s=7.0, overlap=overlap)
+    ahead_s = [2.0 * gather_s, 0.0, gather_s / 2]
+    assert measured.mode_s("sharded", 800, ahead_s) == pytest.approx(waited * gather_s + 4 + 100 + 4 * 7)
+
+
+def test_gathers_are_hidden_behind_the_computation_of_the_batch() -> None:
+    """By the part of the operator that a slice is, and only where the next one is gathered meanwhile."""
+    op, ring = operator(slices=2, gathers=2, ahead_s=(1.0, 2.0)), replace(RING, overlap=0.5)
+    found = problem(op, links=ring, prefetch=True, batch=4)
+    assert found.slice_seconds(op, "sharded") == ring.mode_s("sharded", 400, [4 * 1.0 / 2, 4 * 2.0 / 2])
+    assert found.hides
+    for plain in (replace(found, prefetch=False), replace(found, links=RING)):
+        assert not plain.hides
+        assert plain.slice_seconds(op, "sharded") == RING.mode_s("sharded", 400, [0.0, 0.0])
+    assert not problem(operator(), links=ring, prefetch=True).hides
+
+
+def test_every_batch_hides_as_much_as_it_computes() -> None:
+    """By hand: 3 samples leave no room for replication, 2 do. Sharded, a step of 3 has four passes less what is hidden;
+    a third of that is more than a pass, half of two."""
+    op = operator(gathers=3, ahead_s=(0.5, 1.0, 0.5), activation_bytes=1000)
+    links = replace(RING, launch_s=0.0, overlap=1.0)
+    given = problem(op, links=links, prefetch=True, memory_bytes=2800 + 2999, modes=("replicated", "sharded"))
+    plan = solve([given], range(1, 4))
+    assert (plan.batch, plan.slices, plan.problem.batch) == (2, ((1, 0),), 2)
+    assert plan.seconds_per_sample == pytest.approx(2 * PASS_S / 2)
+    assert plan.proven
+    assert plan.lower_bound_s == pytest.approx(plan.seconds_per_sample)
+    most = solve([given], range(3, 4))
+    assert most.seconds_per_sample == pytest.approx((4 * PASS_S - 3 * (0.5 + 1.0 + 0.5)) / 3)
+    of_one = uniform_plan(given, "sharded", range(1, 4))
+    assert of_one is not None
+    assert (of_one.batch, of_one.step_s) == (3, pytest.approx(most.step_s))
 
 
 # --- problems
@@ -145,7 +198,7 @@ def test_updates_are_divided_where_states_are(mode: Any, update_s: float, accumu
     op = operator(slices=2, update_s=16.0, accumulate_s=8.0)
     assert problem(op).slice_seconds(op, mode) == pytest.approx(update_s + accumulate_s)
     ring = problem(op, links=RING)
-    assert ring.slice_seconds(op, mode) == pytest.approx(RING.mode_s(mode, 400, 2) + update_s + accumulate_s)
+    assert ring.slice_seconds(op, mode) == pytest.approx(RING.mode_s(mode, 400, TWO) + update_s + accumulate_s)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +208,7 @@ def test_how_often_a_slice_is_gathered(recompute: bool, own: int | None, gathers
     op = operator(gathers=own)
     found = problem(op, recompute=recompute, links=RING)
     assert found.gathers_of(op) == gathers
-    assert found.slice_seconds(op, "sharded") == pytest.approx(RING.mode_s("sharded", 800, gathers))
+    assert found.slice_seconds(op, "sharded") == pytest.approx(RING.mode_s("sharded", 800, [0.0] * gathers))
 
 
 def test_states_are_counted_in_parts_while_64_bits_hold_them() -> None:
@@ -205,7 +258,7 @@ def test_a_plan_in_numbers() -> None:
     plan = OsdpPlan(problem=given, batch=3, slices=((1, 1), (1, 0)))
     assert (plan.lower_bound_s, plan.proven, plan.search_s) == (0.0, False, 0.0)
     assert list(plan.counts()) == [(a, "zero1", 1), (a, "sharded", 1), (b, "zero1", 1), (b, "sharded", 0)]
-    communication_s = RING.mode_s("zero1", 400, 2) + RING.mode_s("sharded", 400, 2) + RING.mode_s("zero1", 800, 2)
+    communication_s = sum(RING.mode_s(*each, TWO) for each in (("zero1", 400), ("sharded", 400), ("zero1", 800)))
     assert plan.communication_s == pytest.approx(communication_s)
     assert plan.step_s == pytest.approx(communication_s + 3 * 0.75)
     assert plan.seconds_per_sample == pytest.approx(plan.step_s / 3)
@@ -250,6 +303,7 @@ def test_the_best_of_several_problems(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_time_limit_is_that_of_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     found = {"feasible": True, "batch": 2, "slices": [[1, 0, 0]], "step_s": 0.0, "lower_bound_s": 0.0, "proven": True}
+    found["cuts"] = [0]
 
     def solution(*given: Any) -> Any:
         seen.append(given)
@@ -282,8 +336,8 @@ def test_what_the_solver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert given.parts_per_byte == 12
     assert asked["operators"] == [
-        (3, 12 * given.gather_bytes(a), rows(a, "replicated", "zero1", "sharded")),
-        (1, 12 * given.gather_bytes(b), rows(b, "replicated", "zero1", "zero1")),
+        [(3, 12 * given.gather_bytes(a), rows(a, "replicated", "zero1", "sharded"))],
+        [(1, 12 * given.gather_bytes(b), rows(b, "replicated", "zero1", "zero1"))],
     ]
     del asked["operators"]
     assert asked == {
@@ -299,6 +353,15 @@ def test_what_the_solver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     found = osdp_problem._solution(given, range(2, 6), 9.0)
     assert found["slices"] == [[0, 0, 3], [0, 1, 0]], "the other stands for sharded"
     assert found["smallest_fixed_bytes"] == 2 + 100
+    cut = replace(given, operators=(replace(a, cuts=(2, 5)), rigid))
+    monkeypatch.setattr(osdp_problem._search, "solve_osdp", solver)
+    osdp_problem._solution(cut, range(2, 6), 9.0)
+    assert cut.parts_per_byte == 4 * 2 * 5
+    given = replace(cut, operators=(replace(a, slices=10), rigid))  # with the same parts
+    assert asked["operators"][0] == [
+        (slices, 40 * given.gather_bytes(each), rows(each, "replicated", "zero1", "sharded"))
+        for slices in (2, 5) for each in [replace(a, slices=slices)]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -372,4 +435,7 @@ def test_large_operators_are_cut(parameter_bytes: int, most_slices: int, expecte
     found = sliced(given, 4)
     assert [op.slices for op in found.operators] == [expected, 1]
     assert replace(found, operators=given.operators) == given
+    chosen = with_cuts(given, 3).operators
+    assert [op.cuts for op in chosen] == [tuple(n for n in (1, 2, 3) if n <= expected), (1,)]
+    assert [op.cuts for op in with_cuts(given, 1).operators] == [(1,), (1,)]
     assert SMALLEST_SLICED_BYTES == 2**20

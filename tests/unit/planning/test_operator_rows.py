@@ -52,8 +52,8 @@ def test_measured_collectives_by_hand(mode: str, gathers: int | None, seconds: f
 
 def test_handling_is_of_gathers_and_reductions_by_hand() -> None:
     links = Links(num_devices=4, measured=COSTS, handling_s=10.0)
-    assert links.mode_s("sharded", 400, gathers=2) == 2 * (2 + 100) + 4 + 50 + 3 * 10
-    assert links.mode_s("zero1", 400, gathers=2) == 400 * 0.375
+    assert links.mode_s("sharded", 400, [0.0, 0.0]) == 2 * (2 + 100) + 4 + 50 + 3 * 10
+    assert links.mode_s("zero1", 400, [0.0, 0.0]) == 400 * 0.375
 
 
 def test_memory_by_hand() -> None:

@@ -32,6 +32,7 @@ from realhf.planning.model.osdp.problem import (
     sliced,
     solve,
     uniform_plan,
+    with_cuts,
 )
 from realhf.planning.model.osdp.request import OsdpRequest
 from tests.waiting import PATIENCE_S
@@ -111,26 +112,38 @@ def test_each_collective_costs_its_launch() -> None:
 
 
 def brute_force(problem: OsdpProblem, batches: range) -> float:
-    """The least seconds per sample of every division of slices over modes; written from the paper's equations."""
+    """The least seconds per sample of every division of slices over modes; written from the paper's equations. With
+    gathers that are hidden, of one batch."""
     seconds, memory, gather = np.zeros(1), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     links, modes = problem.links, problem.modes
     n = links.num_devices
-    parts = math.lcm(*(op.slices for op in problem.operators))  # memory is counted in 1 / (n parts) of a byte
-    for op in problem.operators:
-        ring_s = (n - 1) * (links.latency_s + op.parameter_bytes / op.slices * links.seconds_per_byte / n)
-        kept = op.parameter_bytes + op.gradient_bytes
-        cost = {
-            "replicated": (2 * ring_s + links.launch_s, op.state_bytes * n),
-            "zero1": (2 * ring_s + 2 * links.launch_s, kept * n + op.optimizer_bytes),
-            "sharded": (3 * ring_s + 3 * links.launch_s, op.state_bytes),
-        }
-        rows = [c for c in itertools.product(range(op.slices + 1), repeat=len(modes)) if sum(c) == op.slices]
-        t = np.array([sum(k * cost[m][0] for k, m in zip(row, modes, strict=True)) for row in rows])
-        w = np.array(
-            [sum(k * cost[m][1] * (parts // op.slices) for k, m in zip(row, modes, strict=True)) for row in rows]
-        )
-        sharded = np.array([row[modes.index("sharded")] > 0 for row in rows])
-        g = sharded * -(-op.parameter_bytes // op.slices) * (2 if problem.prefetch else 1)
+    every = [op.cuts or (op.slices,) for op in problem.operators]
+    parts = math.lcm(*itertools.chain(*every))  # memory is counted in 1 / (n parts) of a byte
+    for op, cuts in zip(problem.operators, every, strict=True):
+        found = []
+        for slices in cuts:
+            ring_s = (n - 1) * (links.latency_s + op.parameter_bytes / slices * links.seconds_per_byte / n)
+            kept = op.parameter_bytes + op.gradient_bytes
+            cost = {
+                "replicated": (2 * ring_s + links.launch_s, op.state_bytes * n),
+                "zero1": (2 * ring_s + 2 * links.launch_s, kept * n + op.optimizer_bytes),
+                "sharded": (3 * ring_s + 3 * links.launch_s, op.state_bytes),
+            }
+            if problem.prefetch and links.overlap:
+                one_s, ahead_s = ring_s + links.launch_s, links.overlap * batches[0] / slices
+                hidden_s = sum(min(one_s, ahead_s * each) for each in op.ahead_s)
+                cost["sharded"] = (3 * one_s - hidden_s, op.state_bytes)
+            for row in itertools.product(range(slices + 1), repeat=len(modes)):
+                if sum(row) == slices:
+                    in_use = -(-op.parameter_bytes // slices) * (2 if problem.prefetch else 1)
+                    found.append(
+                        (
+                            sum(k * cost[m][0] for k, m in zip(row, modes, strict=True)),
+                            sum(k * cost[m][1] * (parts // slices) for k, m in zip(row, modes, strict=True)),
+                            in_use if row[modes.index("sharded")] else 0,
+                        )
+                    )
+        t, w, g = (np.array(column) for column in zip(*found, strict=True))
         seconds = (seconds[:, None] + t).ravel()
         memory = (memory[:, None] + w).ravel()
         gather = np.maximum(gather[:, None], g).ravel()
@@ -143,7 +156,12 @@ def brute_force(problem: OsdpProblem, batches: range) -> float:
 
 
 @st.composite
-def problems(draw: st.DrawFn, slices: int, modes: tuple[Mode, ...], most: int) -> tuple[OsdpProblem, range]:
+def problems(
+    draw: st.DrawFn, slices: int | tuple[int, ...], modes: tuple[Mode, ...], most: int
+) -> tuple[OsdpProblem, range]:
+    """`slices`: of all operators, or those that each may choose from."""
+    cuts = slices if isinstance(slices, tuple) else ()
+    slices = cuts[-1] if isinstance(slices, tuple) else slices
     correlated = draw(st.booleans())  # then gains are proportional to bytes, but for the latency
     sizes = draw(st.lists(st.integers(1, 10**6), min_size=1, max_size=most))
     operators = tuple(
@@ -156,6 +174,9 @@ def problems(draw: st.DrawFn, slices: int, modes: tuple[Mode, ...], most: int) -
         )
         for size in sizes
     )
+    if cuts:
+        number = st.integers(1, len(cuts))
+        operators = tuple(replace(op, cuts=cuts[: draw(number)]) for op in operators)
     links = Links(
         num_devices=draw(st.sampled_from([2, 8])),
         latency_s=draw(st.sampled_from([0.0, 1e-6, 1e-3])),
@@ -175,9 +196,17 @@ def problems(draw: st.DrawFn, slices: int, modes: tuple[Mode, ...], most: int) -
 
 
 @pytest.mark.parametrize(
-    ("slices", "modes", "most"), [(1, PAPER_MODES, 14), (4, PAPER_MODES, 6), (1, MODES, 9), (4, MODES, 4)]
+    ("slices", "modes", "most"),
+    [
+        (1, PAPER_MODES, 14),
+        (4, PAPER_MODES, 6),
+        (1, MODES, 9),
+        (4, MODES, 4),
+        ((1, 2, 4), PAPER_MODES, 5),
+        ((1, 2, 3), MODES, 4),
+    ],
 )
-def test_equals_brute_force(slices: int, modes: tuple[Mode, ...], most: int) -> None:
+def test_equals_brute_force(slices: int | tuple[int, ...], modes: tuple[Mode, ...], most: int) -> None:
     @settings(max_examples=60, deadline=None)
     @given(problems(slices, modes, most))
     def check(drawn: tuple[OsdpProblem, range]) -> None:
@@ -194,6 +223,43 @@ def test_equals_brute_force(slices: int, modes: tuple[Mode, ...], most: int) -> 
         assert plan.memory_bytes <= problem.memory_bytes
 
     check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems((1, 2, 4), MODES, 4), st.data())
+def test_hidden_gathers_equal_brute_force(drawn: tuple[OsdpProblem, range], data: st.DataObject) -> None:
+    """Every batch hides as much as it computes."""
+    problem, batches = drawn
+    ahead_s = st.floats(0, 4e-3)
+    hiding = replace(
+        problem,
+        prefetch=True,
+        links=replace(problem.links, overlap=data.draw(st.sampled_from([0.3, 1.0]))),
+        operators=tuple(replace(op, ahead_s=(data.draw(ahead_s), data.draw(ahead_s))) for op in problem.operators),
+    )
+    expected = min(brute_force(hiding, range(batch, batch + 1)) for batch in batches)
+    if np.isinf(expected):
+        with pytest.raises(UserError, match="smallest memory"):
+            solve([hiding], batches)
+        return
+    plan = solve([hiding], batches, time_limit_s=PATIENCE_S)
+    assert plan.proven
+    assert plan.seconds_per_sample == pytest.approx(expected, rel=1e-11)
+    assert plan.memory_bytes <= hiding.memory_bytes
+
+
+def test_overlap_changes_a_plan() -> None:
+    """By hand: a pass takes 3 (0.25 + 800 x 0.01 / 4) = 6.75 s. Replicated, two; sharded, three, of which two are
+    hidden behind as much computation: it fits in less memory and is faster as well."""
+    links = Links(num_devices=4, latency_s=0.25, seconds_per_byte=0.01)
+    op = replace(operator(800), ahead_s=(6.75, 13.5))
+    problem = OsdpProblem(operators=(op,), links=links, memory_bytes=10**5, modes=PAPER_MODES, prefetch=True)
+    assert solve([problem], range(1, 2)).slices == ((1, 0),)
+    hiding = replace(problem, links=replace(links, overlap=1.0))
+    plan = solve([hiding], range(1, 2))
+    assert plan.slices == ((0, 1),)
+    assert plan.step_s == pytest.approx(6.75)
+    assert solve([replace(hiding, prefetch=False)], range(1, 2)).slices == ((1, 0),)
 
 
 def meet_in_the_middle(problem: OsdpProblem, batch: int) -> float:
@@ -251,6 +317,38 @@ def test_fourteen_operators_in_four_slices(seed: int) -> None:
     assert plan.step_s == pytest.approx(meet_in_the_middle(problem, 1), rel=1e-11)
 
 
+@settings(max_examples=60, deadline=None)
+@given(problems((1, 2, 4, 8), MODES, 8))
+def test_slices_by_operator_are_never_worse_than_one_number_for_all(drawn: tuple[OsdpProblem, range]) -> None:
+    given_problem, batches = drawn
+    operators = given_problem.operators
+    numbers = [tuple(replace(op, slices=min(n, op.cuts[-1]), cuts=()) for op in operators) for n in (1, 2, 4, 8)]
+    try:
+        best = solve([replace(given_problem, operators=each) for each in numbers], batches, time_limit_s=PATIENCE_S)
+    except UserError:
+        return
+    plan = solve([given_problem], batches, time_limit_s=PATIENCE_S)
+    assert plan.seconds_per_sample <= best.seconds_per_sample * (1 + 1e-11)
+
+
+def test_each_operator_has_the_slices_that_suit_it() -> None:
+    """By hand: both sharded have 6,400 and 3,200 bytes of states on 4 devices, 2,400 together. With 400 more the first
+    is gathered in halves, and the second as a whole; one number for all would be two for both, a latency more for each
+    pass of the second. What is not sharded is whole."""
+    links = Links(num_devices=4, latency_s=0.25, seconds_per_byte=0.01)
+    operators = tuple(replace(operator(size), cuts=(1, 2, 4)) for size in (800, 400))
+    problem = OsdpProblem(operators=operators, links=links, memory_bytes=2800, modes=PAPER_MODES)
+    plan = solve([problem], range(1, 2))
+    assert [op.slices for op in plan.problem.operators] == [2, 1]
+    assert plan.slices == ((0, 2), (0, 1))
+    # (4 - 1) (0.25 + 400 * 0.01 / 4) a pass and slice; three slices with three passes.
+    assert plan.step_s == pytest.approx(3 * 3 * 3 * 1.25)
+    in_two = solve([replace(problem, operators=tuple(replace(op, slices=2, cuts=()) for op in operators))], range(1, 2))
+    assert in_two.step_s == pytest.approx(plan.step_s + 3 * 3 * 0.25)
+    free = solve([replace(problem, memory_bytes=10**6)], range(1, 2))
+    assert [op.slices for op in free.problem.operators] == [1, 1]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("memory_gib", [35, 50, 80, 140, 200])
 def test_never_worse_than_one_mode_for_all(memory_gib: int, recompute: bool) -> None:
@@ -258,7 +356,7 @@ def test_never_worse_than_one_mode_for_all(memory_gib: int, recompute: bool) -> 
     given = OsdpProblem(operators=(), links=links, memory_bytes=memory_gib * GIB, recompute=recompute)
     whole = decoder_problem(model_type("llama7b"), given, sequence_length=1024, flops=4e14)
     problems = [sliced(whole, slices) for slices in (1, 4)]
-    plan = solve(problems, range(1, 129))
+    plan = solve([with_cuts(whole, 4)], range(1, 129))
     fitting = [other for p in problems for mode in MODES if (other := uniform_plan(p, mode, range(1, 129)))]
     assert fitting, "all sharded fits"
     assert plan.seconds_per_sample <= min(other.seconds_per_sample for other in fitting) * (1 + 1e-9)
@@ -341,6 +439,7 @@ def test_a_plan_is_proven_where_all_slicings_are(monkeypatch: pytest.MonkeyPatch
     links = Links(num_devices=4, latency_s=0.0, seconds_per_byte=0.0)
     problem = OsdpProblem(operators=(operator(8),), links=links, memory_bytes=10**6, modes=("zero1",))
     found = {"feasible": True, "batch": 1, "slices": [[1]], "step_s": 0.0, "lower_bound_s": 0.0, "proven": True}
+    found["cuts"] = [0]
     found["smallest_fixed_bytes"] = 1
     other = {**found, "lower_bound_s": -1.0, "proven": False}
     unfit = {**other, "feasible": False, "lower_bound_s": -2.0}

@@ -5,26 +5,15 @@ from dataclasses import replace
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.planning.model.osdp.problem import OsdpPlan
-from realhf.wrapping.choice import OsdpOptions, choose, joined
+from realhf.wrapping.choice import OsdpOptions, choose
 from tests.unit.planning.test_operator_rows import operator, problem
 
 OTHERS = operator("others", kind="others", modes=("replicated", "zero1"), most_slices=1)
 FOUR = problem(operator("layers.0.up"), operator("layers.1.up"), operator("head"), OTHERS)
 
 
-def test_operators_of_one_mode_are_whole_unless_they_are_gathered() -> None:
-    cut = replace(FOUR, operators=tuple(replace(op, slices=min(4, op.most_slices)) for op in FOUR.operators))
-    plan = OsdpPlan(problem=cut, batch=3, slices=((0, 4, 0), (1, 3, 0), (0, 0, 4), (0, 1, 0)))
-    whole = joined(plan)
-    assert [op.slices for op in whole.problem.operators] == [1, 4, 4, 1]
-    assert whole.slices == ((0, 1, 0), (1, 3, 0), (0, 0, 4), (0, 1, 0))
-    assert whole.memory_bytes == plan.memory_bytes
-    assert whole.step_s == pytest.approx(plan.step_s, rel=1e-12)
-
-
 def chosen(*rules: tuple[str, str], memory_bytes: int = 2**30) -> dict[str, str]:
-    plan = choose(replace(FOUR, memory_bytes=memory_bytes), OsdpOptions(modes=rules), 2, GROUP)
+    plan = choose([replace(FOUR, memory_bytes=memory_bytes)], OsdpOptions(modes=rules), 2, GROUP)
     return dict(plan.modes)
 
 
@@ -71,8 +60,23 @@ def test_rules_that_do_not_fit() -> None:
 
 
 def test_one_rank_shares_with_nobody() -> None:
-    plan = choose(FOUR, OsdpOptions(slices=4), None, None)
+    plan = choose([FOUR], OsdpOptions(slices=4), None, None)
     assert {text for _, text in plan.modes} == {"replicated"}
     assert plan.batch_size == 512
     with pytest.raises(UserError, match="slices 65 is not from 1 to 64"):
         OsdpOptions(slices=65)
+
+
+def test_given_modes_take_the_fastest_recomputation_that_fits() -> None:
+    """Four operators with 3,200 bytes, and 100 or 10 a sample."""
+    plain = replace(FOUR, extra_bytes_per_sample=100, extra_seconds_per_sample=1.0)
+    again = replace(plain, extra_bytes_per_sample=10, extra_seconds_per_sample=1.5, recomputed=("layers.0",))
+
+    def recomputed(memory_bytes: int) -> tuple[str, ...]:
+        problems = [replace(each, memory_bytes=memory_bytes) for each in (plain, again)]
+        return choose(problems, OsdpOptions(modes="replicated"), 2, GROUP).recomputed
+
+    assert recomputed(12800 + 200) == ()
+    assert recomputed(12800 + 199) == ("layers.0",)
+    with pytest.raises(UserError, match="the smallest memory that does is 12820 bytes"):
+        recomputed(12800 + 19)

@@ -42,6 +42,27 @@ def test_activations_of_a_sample_by_hand() -> None:
     assert model.weight.grad is None
 
 
+def test_forward_passes_share_the_seconds_by_their_products() -> None:
+    """8 products of the first and 12 of the second for each of two rows. A backward pass has two for each of a forward
+    pass, so of 9 s the first takes 9 x 8 / (3 x 20) forward. The second is used twice where it is computed again."""
+    first, second = nn.Linear(2, 4), nn.Linear(4, 3)
+    for again in (False, True):
+        model = nn.Sequential(nn.Embedding(5, 2), first, second)
+
+        def example(samples: int, model: nn.Sequential = model, again: bool = again) -> Tensor:
+            x = first(model[0](torch.ones(samples, 2, dtype=torch.long)))
+            y: Tensor = checkpoint(second, x, use_reentrant=False) if again else second(x)
+            return y.sum()
+
+        with taking(*[9.0] * READINGS):
+            costs = sample_costs(model, example, 1)
+        assert costs.products == {"1": 2 * 8, "2": 2 * 12 * (1 + again)}
+        of_all = 3 * 8 + (4 if again else 3) * 12
+        assert costs.forward_s(("1",)) == pytest.approx(9.0 * 8 / of_all)
+        assert costs.forward_s(("2",)) == pytest.approx(9.0 * 12 / of_all)
+        assert costs.forward_s(("0",)) == 0.0
+
+
 class Recomputed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()

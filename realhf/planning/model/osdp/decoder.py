@@ -47,6 +47,9 @@ def decoder_problem(
         flops_per_token = 0 if has_no_product else (8 if is_run_again else 6) * active
         if kind == "o":  # scores and their product with the values, half of each masked
             flops_per_token += (8 if given.recompute else 6) * sequence_length * model.query_size
+        compute_s = flops_per_token * sequence_length / flops
+        forward_s = compute_s / (4 if is_run_again else 3)
+        ahead_s = (forward_s, 2 * forward_s, *[forward_s] * is_run_again)
         return Operator(
             name=name,
             kind=kind,
@@ -54,7 +57,9 @@ def decoder_problem(
             gradient_bytes=size * item,
             optimizer_bytes=size * states,
             activation_bytes=activations,
-            compute_s=flops_per_token * sequence_length / flops,
+            compute_s=compute_s,
+            gathers=len(ahead_s),
+            ahead_s=ahead_s,
             modes=MODES if name != NORMS else ("replicated", "zero1"),
             most_slices=MOST_SLICES if can_be_cut(name, model) else 1,
         )

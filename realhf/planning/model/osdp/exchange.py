@@ -11,6 +11,11 @@ LOOKED_UP = (EMBEDDING, "positions")
 Collective = Callable[[float], float]  # seconds by the bytes of a vector
 
 
+def waited_s(gather_s: float, ahead_s: float) -> float:
+    """Seconds that a gather lasts beyond `ahead_s`, the computation since the unit before it came into use."""
+    return max(gather_s - ahead_s, 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """Of one group of ranks, in a mini-batch of `micro_batches`.
@@ -51,8 +56,8 @@ class Exchange:
         """What a sharded unit of so many elements adds to a mini-batch, where what is in use before it is like it;
         `recomputed`: in a layer of `recomputes`."""
         gather_s = self.all_gather(elements * self.item)
-        forward_s = max(gather_s - part * self.forward_s.get(kind, 0.0), 0.0)
-        backward_s = 0.0 if kind in LOOKED_UP else max(gather_s - part * self.backward_s.get(kind, 0.0), 0.0)
+        forward_s = waited_s(gather_s, part * self.forward_s.get(kind, 0.0))
+        backward_s = 0.0 if kind in LOOKED_UP else waited_s(gather_s, part * self.backward_s.get(kind, 0.0))
         again_s = forward_s if recomputed else 0.0
         return self.micro_batches * (forward_s + backward_s + again_s + self.reduce_scatter(elements * self.gradient))
 
@@ -82,7 +87,7 @@ def _waiting_s(
     waiting_s = ahead_s = 0.0
     for piece in pieces:
         if piece.gathered and needs(piece):
-            waiting_s += max(gathers[piece.gathered] - ahead_s, 0.0)
+            waiting_s += waited_s(gathers[piece.gathered], ahead_s)
             ahead_s = 0.0
         ahead_s += piece.part * computed_s.get(piece.kind, 0.0)
     return waiting_s

@@ -15,6 +15,7 @@ from realhf.base.errors import UserError
 from realhf.planning import _search
 from realhf.planning.model.hardware import GIB, Hardware
 from realhf.planning.model.osdp.collective_costs import CollectiveCosts
+from realhf.planning.model.osdp.exchange import waited_s
 from realhf.planning.model.osdp.units import SMALLEST_SLICED_BYTES
 
 MOST_SLICES = _search.MOST_SLICES  # of an operator, by the solver's limit
@@ -31,8 +32,11 @@ class Operator:
     update_s: what the optimizer takes for all of it on one device; divided where its states are.
     accumulate_s: what adding a gradient of all of it to the one that is kept takes; divided where that one is.
     modes: those that it can be in; `most_slices`: into how many it can be cut.
+    cuts: the numbers of slices that `solve` chooses from, the smallest first; none: `slices` as it is.
     gathers: how often a slice that is sharded is gathered in a step; None: for the forward and the backward pass, and
         once more with recomputation.
+    ahead_s: for each of these gathers, the seconds of a sample's computation during it. The unit in use before it is
+        taken to be like it. Empty: nothing is computed meanwhile.
     """
 
     name: str
@@ -47,12 +51,18 @@ class Operator:
     accumulate_s: float = 0.0
     modes: tuple[Mode, ...] = MODES
     most_slices: int = MOST_SLICES
+    cuts: tuple[int, ...] = ()
     gathers: int | None = None
+    ahead_s: tuple[float, ...] = ()
 
     @property
     def state_bytes(self) -> int:
         """Parameters, gradients and optimizer states: `model_i` in the paper."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def in_each_cut(self) -> "list[Operator]":
+        """The operator in each number of slices that may be chosen."""
+        return [replace(self, slices=slices, cuts=()) for slices in self.cuts] or [self]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +75,8 @@ class Links:
         operators that are not gathered is then not counted: the engine sums all of them in one vector.
     handling_s: what the engine takes for each gather and each reduction of a sharded slice beside its collective, with
         `measured`.
+    overlap: how far a gather advances in a second of computation: 1 where both go on as if alone, 0 where computation
+        stops.
     """
 
     num_devices: int
@@ -73,36 +85,47 @@ class Links:
     launch_s: float = 0.0
     measured: CollectiveCosts | None = None
     handling_s: float = 0.0
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
             raise UserError(f"num_devices={self.num_devices} must be at least 1")
-        for name in ("latency_s", "seconds_per_byte", "launch_s", "handling_s"):
+        for name in ("latency_s", "seconds_per_byte", "launch_s", "handling_s", "overlap"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must not be negative")
 
     @classmethod
-    def ring(cls, hardware: Hardware, num_devices: int, *, launch_s: float = 0.0) -> "Links":
+    def ring(cls, hardware: Hardware, num_devices: int, *, launch_s: float = 0.0, overlap: float = 0.0) -> "Links":
         """The ring over `num_devices` neighbours. Its slowest links set the pace."""
         latency_s, bandwidth = hardware.link(num_devices > hardware.devices_per_node, per_node=1)
-        return cls(num_devices=num_devices, latency_s=latency_s, seconds_per_byte=1 / bandwidth, launch_s=launch_s)
+        return cls(
+            num_devices=num_devices,
+            latency_s=latency_s,
+            seconds_per_byte=1 / bandwidth,
+            launch_s=launch_s,
+            overlap=overlap,
+        )
 
     def pass_s(self, size_bytes: float) -> float:
         """One pass around the ring (an all-gather or a reduce-scatter): (N - 1)(alpha + S beta / N)."""
         n = self.num_devices
         return (n - 1) * (self.latency_s + size_bytes * self.seconds_per_byte / n)
 
-    def mode_s(self, mode: Mode, size_bytes: float, gathers: int) -> float:
-        """Communication of `size_bytes` in a step: see `OsdpProblem.slice_seconds`."""
+    def mode_s(self, mode: Mode, size_bytes: float, ahead_s: Sequence[float]) -> float:
+        """Communication of `size_bytes` in a step: see `OsdpProblem.slice_seconds`. `ahead_s`: for each gather, the
+        seconds of computation that it is hidden behind."""
         if self.num_devices == 1:
             return 0.0
         if self.measured is None:
-            passes, collectives = {"replicated": (2, 1), "zero1": (2, 2), "sharded": (gathers + 1, gathers + 1)}[mode]
-            return passes * self.pass_s(size_bytes) + collectives * self.launch_s
+            one_s = self.pass_s(size_bytes) + self.launch_s
+            if mode == "sharded":
+                return one_s + sum(waited_s(one_s, self.overlap * each) for each in ahead_s)
+            return 2 * one_s - (self.launch_s if mode == "replicated" else 0.0)
         gather, scatter = self.measured.all_gather, self.measured.reduce_scatter
         if mode == "sharded":
-            handling_s = (gathers + 1) * self.handling_s
-            return gathers * gather.seconds(size_bytes) + scatter.seconds(size_bytes) + handling_s
+            gather_s = gather.seconds(size_bytes)
+            waiting_s = sum(waited_s(gather_s, self.overlap * each) for each in ahead_s)
+            return waiting_s + scatter.seconds(size_bytes) + (len(ahead_s) + 1) * self.handling_s
         if mode == "zero1":
             return size_bytes * (gather.seconds_per_byte + scatter.seconds_per_byte)
         return size_bytes * self.measured.all_reduce.seconds_per_byte
@@ -114,7 +137,10 @@ class OsdpProblem:
 
     `recompute`: activations are recomputed in the backward pass, for which sharded parameters are
     gathered once more. `prefetch`: the next gather runs while one slice is in use, so two are held.
+    `batch`: the samples whose computation hides gathers (`Links.overlap`, with `prefetch`).
     `extra_bytes_per_sample`, `extra_seconds_per_sample` and `extra_bytes` are needed whatever the modes are.
+    `recomputed`: the blocks whose forward pass runs again, where these are chosen too; their seconds, bytes and gathers
+    are in the other numbers.
     `reduces_whole`: while the gradients of a sharded slice are reduced, all of them are in memory; the paper does not
     count them.
     """
@@ -125,10 +151,12 @@ class OsdpProblem:
     modes: tuple[Mode, ...] = MODES
     recompute: bool = False
     prefetch: bool = False
+    batch: int = 1
     extra_bytes_per_sample: int = 0
     extra_seconds_per_sample: float = 0.0
     extra_bytes: int = 0
     reduces_whole: bool = False
+    recomputed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.memory_bytes < 1:
@@ -137,8 +165,9 @@ class OsdpProblem:
         if unknown or not self.modes or len(set(self.modes)) < len(self.modes):
             raise UserError(f"modes={','.join(self.modes)} must be some of {', '.join(MODES)}, each once")
         for op in self.operators:
-            if not 1 <= op.slices <= op.most_slices:
-                raise UserError(f"operator {op.name}: slices={op.slices} must be at least 1, at most {op.most_slices}")
+            for slices in (op.slices, *op.cuts):
+                if not 1 <= slices <= op.most_slices:
+                    raise UserError(f"operator {op.name}: slices={slices} must be at least 1, at most {op.most_slices}")
             if not set(op.modes) & set(self.modes):
                 raise UserError(
                     f"operator {op.name} can be {', '.join(op.modes)}, and modes={','.join(self.modes)} has none of "
@@ -163,7 +192,22 @@ class OsdpProblem:
         """
         n = self.links.num_devices
         update_s = op.update_s / (1 if mode == "replicated" else n) + op.accumulate_s / (n if mode == "sharded" else 1)
-        return self.links.mode_s(mode, op.parameter_bytes / op.slices, self.gathers_of(op)) + update_s / op.slices
+        hiding_s = [self.batch * each / op.slices for each in op.ahead_s] if self.prefetch else []
+        ahead_s = hiding_s or [0.0] * self.gathers_of(op)
+        return self.links.mode_s(mode, op.parameter_bytes / op.slices, ahead_s) + update_s / op.slices
+
+    @property
+    def hides(self) -> bool:
+        """Whether seconds depend on the batch, behind whose computation gathers are hidden."""
+        return self.prefetch and self.links.overlap > 0 and any(op.ahead_s for op in self.operators)
+
+    def of_batches(self, batches: range) -> "Iterator[tuple[OsdpProblem, range]]":
+        """Problems whose seconds hold for all of their batches, the largest first."""
+        if not self.hides:
+            yield self, batches
+            return
+        for batch in reversed(batches):
+            yield replace(self, batch=batch), range(batch, batch + 1)
 
     def gathers_of(self, op: Operator) -> int:
         """How often a sharded slice is gathered in a step."""
@@ -172,7 +216,9 @@ class OsdpProblem:
     @cached_property
     def parts_per_byte(self) -> int:
         """Model states are counted in these parts of a byte, so that those of every slice are a whole number."""
-        parts = self.links.num_devices * math.lcm(*(op.slices for op in self.operators))
+        parts = self.links.num_devices * math.lcm(
+            *{slices for op in self.operators for slices in op.cuts or [op.slices]}
+        )
         return parts if parts * self.memory_bytes < MOST_PARTS else 1  # else slices are rounded up
 
     def slice_parts(self, op: Operator, mode: Mode) -> int:
@@ -249,8 +295,8 @@ class OsdpPlan:
 
 
 def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
-    """The modes, and the batch out of `batches`, with the least seconds per sample, of problems that differ in the
-    slices of their operators.
+    """The slices and modes of every operator, and the batch out of `batches`, with the least seconds per sample. The
+    plan is for the best of the `problems`.
 
     One batch only: the least seconds per step. Past the time limit (instances whose times are
     nearly proportional to their bytes can be hard) the plan carries the bound proven so far.
@@ -261,17 +307,19 @@ def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: floa
     if not batches or batches[0] < 1 or batches.step != 1:
         raise UserError(f"batches={batches} must be a range of one or more batches, from 1 on")
     start = time.perf_counter()
-    solved = [(problem, _solution(problem, batches, time_limit_s)) for problem in problems]
+    solved = [each for problem in problems for each in _solutions(problem, batches, time_limit_s)]
     feasible = [(problem, found) for problem, found in solved if found["feasible"]]
     if not feasible:
         raise UserError(_remedy(solved, batches[0]))
     problem, found = min(feasible, key=lambda entry: entry[1]["step_s"] / entry[1]["batch"])
+    bound_s = min(other["lower_bound_s"] for _, other in feasible)
+    best_s = found["step_s"] / found["batch"]
     plan = OsdpPlan(
-        problem=problem,
+        problem=_in_cuts(problem, found["cuts"]),
         batch=found["batch"],
         slices=tuple(tuple(row) for row in found["slices"]),
-        lower_bound_s=min(other["lower_bound_s"] for _, other in feasible),
-        proven=all(other["proven"] for _, other in feasible),
+        lower_bound_s=bound_s,
+        proven=all(other["proven"] or other["lower_bound_s"] >= best_s for _, other in feasible),
         search_s=time.perf_counter() - start,
     )
     assert plan.memory_bytes <= problem.memory_bytes
@@ -279,20 +327,36 @@ def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: floa
     return plan
 
 
+def _solutions(
+    problem: OsdpProblem, batches: range, time_limit_s: float
+) -> "Iterator[tuple[OsdpProblem, _search.OsdpSolution]]":
+    """The solutions of a problem's batches, the largest first, to where a smaller one can only be slower."""
+    largest = replace(problem, batch=batches[-1])
+    least_s, best_s = sum(_least_seconds(largest, op) for op in problem.operators) if problem.hides else 0.0, math.inf
+    for each, some in problem.of_batches(batches):
+        if problem.seconds_per_sample + least_s / some[0] >= best_s:
+            return
+        found = _solution(each, some, time_limit_s)
+        if found["feasible"]:
+            best_s = min(best_s, found["step_s"] / found["batch"])
+        yield each, found
+
+
+def _least_seconds(problem: OsdpProblem, operator: Operator) -> float:
+    """Seconds of a step in the fastest cut and mode."""
+    return min(
+        op.slices * problem.slice_seconds(op, problem.possible(op, mode))
+        for op in operator.in_each_cut()
+        for mode in problem.modes
+    )
+
+
 def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_search.OsdpSolution":
     parts = problem.parts_per_byte
-    rows = [
-        (
-            op.slices,
-            problem.gather_bytes(op) * parts,
-            # The solver knows operators by numbers of equal modes best: another mode stands for one that cannot be.
-            [(problem.slice_seconds(op, mode), problem.slice_parts(op, mode), mode == "sharded")
-             for mode in (problem.possible(op, asked) for asked in problem.modes)],
-        )
-        for op in problem.operators
-    ]  # fmt: skip
+    alike = [replace(op, name="") for op in problem.operators]
+    rows = {op: _row(problem, op) for op in set(alike)}
     found = _search.solve_osdp(
-        operators=rows,
+        operators=[rows[op] for op in alike],
         memory_bytes=(problem.memory_bytes - problem.extra_bytes) * parts,
         bytes_per_sample=problem.bytes_per_sample * parts,
         seconds_per_sample=problem.seconds_per_sample,
@@ -309,6 +373,28 @@ def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_se
         for op, row in zip(problem.operators, found["slices"], strict=False)  # no rows where nothing fits
     ]
     return found
+
+
+def _row(problem: OsdpProblem, operator: Operator) -> list[tuple[int, int, list[tuple[float, int, bool]]]]:
+    """The cuts of an operator as the solver takes them."""
+    return [
+        (
+            op.slices,
+            problem.gather_bytes(op) * problem.parts_per_byte,
+            # The solver knows operators by numbers of equal modes best: another mode stands for one that cannot be.
+            [(problem.slice_seconds(op, mode), problem.slice_parts(op, mode), mode == "sharded")
+             for mode in (problem.possible(op, asked) for asked in problem.modes)],
+        )
+        for op in operator.in_each_cut()
+    ]  # fmt: skip
+
+
+def _in_cuts(problem: OsdpProblem, chosen: Sequence[int]) -> OsdpProblem:
+    """The problem with every operator in the cut of its own that was chosen."""
+    return replace(
+        problem,
+        operators=tuple(op.in_each_cut()[cut] for op, cut in zip(problem.operators, chosen, strict=True)),
+    )
 
 
 def _remedy(solved: Sequence[tuple[OsdpProblem, "_search.OsdpSolution"]], batch: int) -> str:
@@ -346,7 +432,7 @@ def given_plan(problem: OsdpProblem, modes: Sequence[Sequence[Mode]], batches: r
     """The slices of each operator in given modes, with the largest batch of `batches` that fits; None if none does."""
     slices = tuple(tuple(list(of_op).count(mode) for mode in problem.modes) for of_op in modes)
     for batch in reversed(batches):
-        plan = OsdpPlan(problem=problem, batch=batch, slices=slices)
+        plan = OsdpPlan(problem=replace(problem, batch=batch) if problem.hides else problem, batch=batch, slices=slices)
         if plan.memory_bytes <= problem.memory_bytes:
             return plan
     return None
@@ -354,16 +440,21 @@ def given_plan(problem: OsdpProblem, modes: Sequence[Sequence[Mode]], batches: r
 
 def sliced(problem: OsdpProblem, slices: int) -> OsdpProblem:
     """The same problem with its large operators cut into `slices`."""
+    operators = (replace(op, slices=_slices_of(op, slices), cuts=()) for op in problem.operators)
+    return replace(problem, operators=tuple(operators))
+
+
+def with_cuts(problem: OsdpProblem, slices: int) -> OsdpProblem:
+    """The same problem with every large operator in 1, 2, 4, ... or `slices` slices, to be chosen by `solve`: in fewer
+    slices it has the lower latency, in more the smaller gathers."""
+    numbers = {slices, *(2**i for i in range(slices.bit_length()))}
     return replace(
         problem,
         operators=tuple(
-            replace(op, slices=min(slices, op.most_slices) if op.parameter_bytes >= SMALLEST_SLICED_BYTES else 1)
-            for op in problem.operators
+            replace(op, cuts=tuple(sorted({_slices_of(op, number) for number in numbers}))) for op in problem.operators
         ),
     )
 
 
-def slicings(whole: OsdpProblem, slices: int) -> list[OsdpProblem]:
-    """The same problem with its large operators in 1, 2, 4, ... and `slices`: whole operators have the lower latency,
-    sliced ones the smaller gathers."""
-    return [sliced(whole, number) for number in sorted({slices, *(2**i for i in range(slices.bit_length()))})]
+def _slices_of(op: Operator, slices: int) -> int:
+    return min(slices, op.most_slices) if op.parameter_bytes >= SMALLEST_SLICED_BYTES else 1

@@ -11,7 +11,7 @@ from realhf.base.options import Option, Options
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB, MEMORY_GB
 from realhf.planning.model.osdp.decoder import decoder_problem
-from realhf.planning.model.osdp.problem import Links, OsdpPlan, OsdpProblem, slicings, solve, uniform_plan
+from realhf.planning.model.osdp.problem import Links, OsdpPlan, OsdpProblem, sliced, solve, uniform_plan, with_cuts
 
 BATCH: Bounds = (1, 2**16)
 
@@ -36,7 +36,7 @@ class OsdpRequest(Options):
     slices: Annotated[int, Option("most slices to cut an operator into", range=(1, 64))] = 4
     modes: tuple[Mode, ...] = MODES
     recompute: Annotated[bool, Option("recompute activations: saves memory, gathers again")] = False
-    prefetch: Annotated[bool, Option("hold two gathered slices instead of one")] = False
+    prefetch: Annotated[bool, Option("gather the next slice behind the computation with one: holds two")] = False
     dtype: Annotated[DType, Option("dtype of parameters and activations")] = "bfloat16"
     hardware: Annotated[str, Option("a hardware description", metavar="NAME")] = "h100"
     launch_us: Annotated[float, Option("cost of starting a collective in microseconds", range=(0, 1e6))] = 10.0
@@ -51,7 +51,7 @@ class OsdpRequest(Options):
         hardware = load_hardware(self.hardware)
         given = OsdpProblem(
             operators=(),
-            links=Links.ring(hardware, self.devices, launch_s=self.launch_us * 1e-6),
+            links=Links.ring(hardware, self.devices, launch_s=self.launch_us * 1e-6, overlap=1.0),
             memory_bytes=int(self.memory_gb * GIB),
             modes=self.modes,
             recompute=self.recompute,
@@ -72,12 +72,12 @@ def choose(request: OsdpRequest) -> tuple[OsdpPlan, dict[Mode, OsdpPlan | None]]
     Raises:
         UserError: as `OsdpRequest.problem`, or nothing fits.
     """
-    whole = request.problem()
-    problems = slicings(whole, request.slices)
+    problem = with_cuts(request.problem(), request.slices)
     batches = range(1, request.max_batch + 1) if request.batch is None else range(request.batch, request.batch + 1)
     uniform = {}
-    plan = solve(problems, batches, time_limit_s=request.seconds)
+    plan = solve([problem], batches, time_limit_s=request.seconds)
     for mode in MODES:
-        plans = [other for problem in problems if (other := uniform_plan(problem, mode, batches))]
+        numbers = {slices for op in problem.operators for slices in op.cuts}
+        plans = [other for slices in numbers if (other := uniform_plan(sliced(problem, slices), mode, batches))]
         uniform[mode] = min(plans, key=lambda other: other.seconds_per_sample, default=None)
     return plan, uniform

@@ -95,6 +95,7 @@ def plan_text(plan: OsdpPlan, uniform: Mapping[Mode, OsdpPlan | None]) -> str:
             f"{problem.links.num_devices} ranks, batch {plan.batch}: {plan.memory_bytes / GIB:.4g} of "
             f"{problem.memory_bytes / GIB:.4g} GiB",
             f"of these {gathers / MIB:.2f} MiB for gathers, {activations / MIB:.2f} MiB for activations",
+            *([f"recomputed: {_joined(problem.recomputed)}"] if problem.recomputed else []),
             "",
             *aligned([COLUMNS, *(row.cells for row in operator_rows(plan))], words=2),
             "",
@@ -115,7 +116,9 @@ def aligned(rows: Sequence[Sequence[str]], words: int) -> Iterable[str]:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """Names that differ in their first number as one: `layers.0-3,5.up`."""
+    """Names that differ in their first number as one: `layers.0-3,5.up`; others side by side."""
+    if len({_LAYER.sub("{}", name, count=1) for name in names}) > 1:
+        return ", ".join(names)
     layers = [int(found[0]) for name in names if (found := _LAYER.search(name))]
     if not layers or len(names) == 1:
         return names[0]

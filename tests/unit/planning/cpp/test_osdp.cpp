@@ -27,14 +27,15 @@ double brute_force(const Problem& problem, int min_batch, int max_batch, std::si
         return best;
     }
     const Operator& entry = problem.operators[op];
-    const auto slice = [&](auto&& self, int left, std::size_t mode, double s, std::int64_t b, std::int64_t g) -> void {
+    const auto slice = [&](auto&& self, const Cut& cut, int left, std::size_t mode, double s, std::int64_t b,
+                           std::int64_t g) -> void {
         if (!left) best = std::min(best, brute_force(problem, min_batch, max_batch, op + 1, s, b, g));
-        if (!left || mode == entry.modes.size()) return;
-        self(self, left, mode + 1, s, b, g);
-        const Mode& m = entry.modes[mode];
-        self(self, left - 1, mode, s + m.seconds, b + m.bytes, m.gathers ? std::max(g, entry.gather_bytes) : g);
+        if (!left || mode == cut.modes.size()) return;
+        self(self, cut, left, mode + 1, s, b, g);
+        const Mode& m = cut.modes[mode];
+        self(self, cut, left - 1, mode, s + m.seconds, b + m.bytes, m.gathers ? std::max(g, cut.gather_bytes) : g);
     };
-    slice(slice, entry.slices, 0, seconds, bytes, gather);
+    for (const Cut& cut : entry.cuts) slice(slice, cut, cut.slices, 0, seconds, bytes, gather);
     return best;
 }
 
@@ -43,15 +44,19 @@ void equals_brute_force() {
     const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
     for (int trial = 0; trial < 200; ++trial) {
         Problem problem{{}, 0, draw(0, 30), 0.25};
-        const int slices = draw(1, 3), count = draw(1, 5);
+        const int most = draw(1, 3), count = draw(1, 4);
         std::int64_t all = 0;
         for (int i = 0; i < count; ++i) {
-            const int size = draw(1, 100);
-            const double seconds = 0.01 + size * draw(1, 2);
-            problem.operators.push_back(
-                {slices, size * draw(0, 2), {{2 * seconds, 16 * size, false}, {3 * seconds, 2 * size, true}}});
-            if (trial % 2) problem.operators.back().modes.push_back({2.1 * seconds, 9 * size, false});
-            all += slices * 16 * size;
+            const int size = 6 * draw(1, 20), gather = draw(0, 2), rate = draw(1, 2);
+            problem.operators.emplace_back();
+            for (int slices = trial % 3 ? 1 : most; slices <= most; ++slices) {  // each slice has a latency
+                const int part = size / slices;
+                const double seconds = 0.01 + part * rate;
+                Cut cut{slices, part * gather, {{2 * seconds, 16 * part, false}, {3 * seconds, 2 * part, true}}};
+                if (trial % 2) cut.modes.push_back({2.1 * seconds, 9 * part, false});
+                problem.operators.back().cuts.push_back(cut);
+            }
+            all += 16 * size;
         }
         problem.memory_bytes = all * draw(1, 12) / 10;
         const int low = draw(1, 2), high = low + draw(0, 8);
@@ -68,7 +73,7 @@ void equals_brute_force() {
 
 void a_gather_counts_once_and_only_where_something_is_sharded() {
     // Sharding the first frees 70 of its 80 bytes for a gather of 30; sharding the second frees 35 for one of 5.
-    Problem problem{{{1, 30, {{1, 80, false}, {2, 10, true}}}, {1, 5, {{1, 40, false}, {1.5, 5, true}}}}, 120, 0, 0};
+    Problem problem{{{{{1, 30, {{1, 80, false}, {2, 10, true}}}}}, {{{1, 5, {{1, 40, false}, {1.5, 5, true}}}}}}, 120, 0, 0};
     CHECK(near(solve(problem, 1, 1, 60).step_s, 2));
     problem.memory_bytes = 119;  // the second sharded: 80 + 5 + 5
     CHECK(near(solve(problem, 1, 1, 60).step_s, 2.5));
@@ -80,6 +85,26 @@ void a_gather_counts_once_and_only_where_something_is_sharded() {
     CHECK(!solve(problem, 1, 1, 60).feasible && solve(problem, 1, 1, 60).smallest_fixed_bytes == 45);
 }
 
+void every_operator_has_the_slices_that_suit_it() {
+    // Whole, the first needs 8 s and the second 2 s to be sharded, in two slices 9 s and 4 s. In 60 bytes there is room
+    // to gather half of the first, which is as large as all of the second.
+    const auto cut = [](int slices, int gather, double sharded) {
+        return Cut{slices, gather, {{1.0 / slices, 100 / slices, false}, {sharded / slices, 10 / slices, true}}};
+    };
+    const Problem problem{{{{cut(1, 40, 8), cut(2, 20, 9)}}, {{cut(1, 20, 2), cut(2, 10, 4)}}}, 60, 0, 0};
+    const Solution solution = solve(problem, 1, 1, 60);
+    CHECK(solution.feasible && solution.proven && near(solution.step_s, 8 + 2));
+    Problem tight = problem;
+    tight.memory_bytes = 59;
+    const Solution sliced = solve(tight, 1, 1, 60);
+    CHECK(near(sliced.step_s, 9 + 2) && sliced.cuts == (std::vector<int>{1, 0}));
+    tight.memory_bytes = 39;
+    CHECK(!solve(tight, 1, 1, 60).feasible && solve(tight, 1, 1, 60).smallest_fixed_bytes == 40);
+    // What is in one mode and not gathered stays whole, although slices take no longer.
+    tight.memory_bytes = 200;
+    CHECK(solve(tight, 1, 1, 60).cuts == (std::vector<int>{0, 0}));
+}
+
 void without_time_the_bound_still_holds() {
     // Gains in proportion to bytes, sizes that share no divisor: the hard case. The limit is passed at once.
     std::mt19937_64 random(3);
@@ -87,7 +112,7 @@ void without_time_the_bound_still_holds() {
     for (int i = 0; i < 60; ++i) {
         const std::int64_t size = std::uniform_int_distribution<std::int64_t>(1'000'000, 100'000'000)(random);
         const double seconds = static_cast<double>(size) * 1e-11;
-        problem.operators.push_back({4, size, {{2 * seconds, 16 * size, false}, {3 * seconds, 2 * size, true}}});
+        problem.operators.push_back({{{4, size, {{2 * seconds, 16 * size, false}, {3 * seconds, 2 * size, true}}}}});
         problem.memory_bytes += 4 * 9 * size;
     }
     const Solution solution = solve(problem, 1, 64, 0);
@@ -96,8 +121,10 @@ void without_time_the_bound_still_holds() {
 }
 
 void what_cannot_be_is_refused() {
-    for (const Problem& problem : {Problem{{{0, 0, {{1, 1, false}}}}, 1, 0, 0}, Problem{{{1, 0, {}}}, 1, 0, 0},
-                                   Problem{{{1, 0, {{1, -1, false}}}}, 1, 0, 0}, Problem{{}, 1, -1, 0}}) {
+    const Cut good{1, 0, {{1, 1, false}}};
+    for (const Problem& problem : {Problem{{{{{0, 0, {{1, 1, false}}}}}}, 1, 0, 0}, Problem{{{{{1, 0, {}}}}}, 1, 0, 0},
+                                   Problem{{{{good, {1, 0, {{1, -1, false}}}}}}, 1, 0, 0}, Problem{{{{}}}, 1, 0, 0},
+                                   Problem{{}, 1, -1, 0}}) {
         bool refused = false;
         try {
             solve(problem, 1, 1, 1);
@@ -113,6 +140,7 @@ void what_cannot_be_is_refused() {
 int main() {
     equals_brute_force();
     a_gather_counts_once_and_only_where_something_is_sharded();
+    every_operator_has_the_slices_that_suit_it();
     without_time_the_bound_still_holds();
     what_cannot_be_is_refused();
     std::puts("ok");
