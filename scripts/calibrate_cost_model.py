@@ -48,8 +48,8 @@ CONSTANTS = [
              "(nccl-tests issue 212)", spread=1.25),
     Constant("inter_node_bandwidth", 44e9, 15e9, 48e9, "collectives reach 46 to 48 GB/s a link (nccl-tests issue 290)",
              spread=1.15),
-    Constant("inter_node_send_bandwidth", 40e9, 4e9, 50e9, "single large messages reach 73 to 97 % of a link (NVIDIA/nccl "
-             "issue 1272: 18.3 and 24.2 of 25 GB/s)", spread=1.3),
+    Constant("inter_node_send_bandwidth", 40e9, 4e9, 50e9, "single large messages reach 73 to 97 % of a link "
+             "(NVIDIA/nccl issue 1272: 18.3 and 24.2 of 25 GB/s)", spread=1.3),
     Constant("intra_node_latency_s", 2e-6, 5e-7, 1e-5, "of a hop; a ring of 8 has 14", spread=1.5),
     Constant("inter_node_latency_s", 1.5e-5, 4e-6, 5e-5, "of a hop; small messages take 30 us there and back",
              spread=1.5),
@@ -61,8 +61,8 @@ CONSTANTS = [
     Constant("decode_graph_launch_s", 1.2e-4, 2e-5, 4e-4, "some 40 kernels of 1 to 5 us on the device", spread=1.7),
     Constant("sampling_s", 1e-3, 1e-4, 5e-3, "host and some passes over the logits of a step", spread=2.0),
     Constant("mini_batch_s", 0.03, 1e-3, 1.0, "packing and statistics of 32 samples a device on the host", spread=1.3),
-    Constant("call_overhead_s", 0.3, 0.01, 10.0, "packing, moving and unpacking a batch; messages. Nothing is published",
-             spread=4.0),
+    Constant("call_overhead_s", 0.3, 0.01, 10.0, "packing, moving and unpacking a batch; messages. Nothing is "
+             "published", spread=4.0),
 ]  # fmt: skip
 # Two measurements of one call differ by as much: log(7.3 / 6.8) / sqrt(2), the reward's and the critic's inference of
 # the second table.

@@ -53,8 +53,8 @@ class MeasuredCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class MeasuredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Calls that were measured on one cluster, by default with one strategy on all devices; `step_s`: whole steps of
-    calls that ran one after the other. Micro-batches are ReaL's: an inference or a generation runs the pipeline anew for
-    each of `micro_batches`, with one a stage (`EngineFeatures.drains_pipelines`)."""
+    calls that ran one after the other. Micro-batches are ReaL's: an inference or a generation runs the pipeline anew
+    for each of `micro_batches`, with one a stage (`EngineFeatures.drains_pipelines`)."""
 
     name: str
     nodes: int

@@ -118,7 +118,7 @@ def test_the_tables_alone_put_the_rates_where_publications_do(script: ModuleType
     found = fit(TABLES, H100, wide).hardware
     assert worst_error(residuals(TABLES, found)) <= 0.09
     for constant in wide:
-        assert constant.name not in rates or 0.8 < constant.get(found) / constant.prior < 1.25, constant.name
+        assert constant.name not in rates or 0.75 < constant.get(found) / constant.prior < 1.25, constant.name
 
 
 @pytest.mark.slow
