@@ -53,7 +53,8 @@ class MeasuredCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class MeasuredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Calls that were measured on one cluster, by default with one strategy on all devices; `step_s`: whole steps of
-    calls that ran one after the other."""
+    calls that ran one after the other. Micro-batches are ReaL's: an inference or a generation runs the pipeline anew
+    for each of `micro_batches`, with one a stage (`EngineFeatures.drains_pipelines`)."""
 
     name: str
     nodes: int
@@ -145,7 +146,7 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         mini_batches=table.mini_batches if row.interface is TRAIN_STEP else 1,
     )
     lengths = Workload(prompt_tokens=table.prompt_tokens, new_tokens=table.new_tokens)
-    engine = replace(table.features, cuda_graphs=row.cuda_graphs).on(hardware)
+    engine = replace(table.features, cuda_graphs=row.cuda_graphs, drains_pipelines=True).on(hardware)
     features = features_during(call, lengths, engine)
     taken = CallModel(
         call=call,

@@ -110,7 +110,7 @@ def test_a_row_is_predicted_as_a_call_of_a_plan(row: MeasuredCall, strategy: Par
     features = EngineFeatures(recomputation="full", blocking_sends=True, zero1=False, response_logits=False)
     measured = table(row, features=features)
     asked = call("m", "llama7b", row.interface, "x", mini_batches=4 if row.interface is TRAIN_STEP else 1)
-    does = replace(features, cuda_graphs=row.cuda_graphs)
+    does = replace(features, cuda_graphs=row.cuda_graphs, drains_pipelines=True)
     model = call_model(
         call=asked,
         batch_size=48,

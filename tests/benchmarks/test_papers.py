@@ -238,16 +238,16 @@ def test_figures_have_one_id_each(tmp_path: Path) -> None:
 
 
 def test_the_network_is_the_printed_one() -> None:
-    """ReaL prints 141.5 hours for DeepSpeed-Chat. With 200 Gb/s for each GPU in place of each node it is 26.2."""
+    """ReaL prints 141.5 hours for DeepSpeed-Chat. With 200 Gb/s for each GPU in place of each node it is 24.4."""
     cell = real.setting("70b", "70b", 128, 128)
-    for hardware, hours in ((A100_PRINTED, 89.5), (A100, 26.2)):
+    for hardware, hours in ((A100_PRINTED, 92.0), (A100, 24.4)):
         plan = systems.deepspeed_chat(replace(cell, hardware=hardware))
         assert plan
         assert plan.step_s * real.STEPS / 3600 == pytest.approx(hours, rel=2e-3)
 
 
 def test_an_inference_under_zero3_gathers_its_model_once() -> None:
-    """70 billion parameters, two bytes each, through 87 % of 200 Gb/s of a node: 6.3 s beside the computation."""
+    """70 billion parameters, two bytes each, through 88 % of 200 Gb/s of a node: 6.2 s beside the computation."""
     cell = real.setting("70b", "70b", 128, 128)
     plan, task = systems.deepspeed_chat(cell), systems._zero3_task(cell, graphs=False)
     assert plan
@@ -255,7 +255,7 @@ def test_an_inference_under_zero3_gathers_its_model_once() -> None:
         call = plan.call(name)
         computed_s = task.call_models[name].seconds(ParallelStrategy(dp=128), call.micro_batches)
         model_bytes = 2 * parameter_count(task.graph.model_calls[name].config)
-        assert call.seconds - computed_s == pytest.approx(127 / 128 * model_bytes / 2.18e10, rel=0.01)
+        assert call.seconds - computed_s == pytest.approx(127 / 128 * model_bytes / 2.20e10, rel=0.01)
 
 
 def test_the_printed_plan_of_table_6_is_priced_as_it_is_printed() -> None:

@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import lib.fit
 import msgspec
 import numpy as np
 import pytest
 from lib.fit import (
     Constant,
     MeasuredTable,
+    Residual,
     calibration_script,
     call_error,
     fit,
@@ -25,13 +27,16 @@ from msgspec import structs
 
 from realhf.architecture.named import LLAMA, model_type
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE
+from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import parameter_count
+from realhf.planning.model.call import features_during
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
+from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.sizes import model_sizes
+from realhf.planning.model.workload import Workload
 from tests.unit.planning.graphs import call_options, ppo
 
 ONE = ParallelStrategy()
@@ -94,26 +99,26 @@ def test_residuals_of_the_stored_constants() -> None:
     """Of the fit, no evidence: see `test_a_table_that_was_not_fitted`."""
     rows = residuals(TABLES, H100)
     assert len(rows) == 14
-    assert mean_error(rows) <= 0.05
-    worst = max(rows, key=lambda row: abs(row.error))
-    # What the priors from publications cost: see `test_priors_are_what_keeps_the_worst_row_off`.
-    assert (worst.row, worst.table) == ("reference inference", TABLES[0].name)
-    assert worst_error(rows) <= 0.135
+    assert mean_error(rows) <= 0.03
+    # What no constant explains: with graphs a decode step of 70B is too slow by as much as one of 7B is too fast.
+    worst, next_worst = sorted(rows, key=lambda row: -abs(row.error))[:2]
+    assert worst.row == next_worst.row == "actor generate, CUDA graphs"
+    assert worst.error > 0 > next_worst.error
+    assert worst_error(rows) <= 0.09
     steps = step_residuals(TABLES, H100)
     assert len(steps) == 4
-    assert worst_error(steps) <= 0.12
+    assert worst_error(steps) <= 0.095
 
 
 @pytest.mark.slow
-def test_priors_are_what_keeps_the_worst_row_off(script: ModuleType) -> None:
-    """Products are held near the 700 TFLOP/s that were published, within 12 %. Left open within a factor of 2, like the
-    memory and the links of a node, they would take 509 TFLOP/s, which no product of this size needs, for a worst row
-    of 9 %."""
+def test_the_tables_alone_put_the_rates_where_publications_do(script: ModuleType) -> None:
+    """With priors that leave the rates of products, memory and a node's links open within a factor of 2."""
     rates = ("matmul_flops[bfloat16]", "memory_bandwidth", "intra_node_bandwidth")
     wide = [replace(each, spread=2.0) if each.name in rates else each for each in script.CONSTANTS]
     found = fit(TABLES, H100, wide).hardware
-    assert worst_error(residuals(TABLES, found)) <= 0.1
-    assert found.flops("bfloat16") < 0.85 * H100.flops("bfloat16")
+    assert worst_error(residuals(TABLES, found)) <= 0.09
+    for constant in wide:
+        assert constant.name not in rates or 0.75 < constant.get(found) / constant.prior < 1.25, constant.name
 
 
 @pytest.mark.slow
@@ -129,8 +134,36 @@ def test_the_stored_constants_are_those_of_the_script(script: ModuleType) -> Non
 @pytest.mark.parametrize("held_out", [0, 1])
 def test_a_table_that_was_not_fitted(script: ModuleType, held_out: int) -> None:
     rows = script.held_out_residuals(TABLES[held_out], [TABLES[1 - held_out]], H100)
-    assert mean_error(rows) <= 0.15
-    assert worst_error(rows) <= 0.25
+    calls = rows[: len(TABLES[held_out].calls)]
+    assert mean_error(calls) <= 0.06
+    assert worst_error(calls) <= 0.195
+    assert worst_error(rows[len(calls) :]) <= 0.145
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held_out", [0, 1])
+@pytest.mark.parametrize(
+    "misread",
+    [{"drains_pipelines": False}, {"sequence_parallel": True, "regathers_inputs": True}],
+    ids=["one pipeline", "sequence parallelism"],
+)
+def test_the_code_of_the_measured_system_predicts_better_than_its_defaults(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, held_out: int, misread: dict[str, bool]
+) -> None:
+    """Each of the two is read from code alone; without it a table that was not fitted is off by a third more at least,
+    whichever it is."""
+
+    def calls() -> list[Residual]:
+        rows = script.held_out_residuals(TABLES[held_out], [TABLES[1 - held_out]], H100)
+        return rows[: len(TABLES[held_out].calls)]
+
+    error = mean_error(calls())
+
+    def during(call: ModelFunctionCallDef, lengths: Workload, engine: EngineFeatures) -> EngineFeatures:
+        return features_during(call, lengths, replace(engine, **misread))
+
+    monkeypatch.setattr(lib.fit, "features_during", during)
+    assert mean_error(calls()) > 1.33 * error
 
 
 def test_spreads_of_the_fit_on_constants_that_are_told_apart() -> None:

@@ -27,10 +27,10 @@ OPEN = ("recomputation", "sequence_parallel", "data_parallel", "offload_states")
 
 # ReaL's engine (tests/data/published_step_times.yaml has the same), and HybridFlow's: Megatron-LM with fp32 gradients.
 REAL_ENGINE = EngineFeatures(
-    fp32_gradients=False, recomputation="full", response_logits=False, gathers_drawn_logits=False,
-    logits_chunk_bytes=None, sequence_parallel=True, blocking_sends=True,
+    fp32_gradients=False, recomputation="full", response_logits=False, logits_chunk_bytes=None, sequence_parallel=True,
+    blocking_sends=True, drains_pipelines=True,
 )  # fmt: skip
-HYBRIDFLOW_ENGINE = replace(REAL_ENGINE, fp32_gradients=True, blocking_sends=False)
+HYBRIDFLOW_ENGINE = replace(REAL_ENGINE, fp32_gradients=True, blocking_sends=False, drains_pipelines=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,8 @@ class EngineFeatures:
     regathers_inputs: with sequence parallelism the backward pass gathers the inputs of products again, which are kept
         divided (Korthikanti et al., 2022, section 4.2.2). This engine keeps them whole.
     blocking_sends: a pipeline stage does not compute while it sends, as it never does while it receives.
+    drains_pipelines: an inference, or a generation's prefill, of more micro-batches than stages is a row of pipelines
+        of one micro-batch a stage each: one is empty before the next begins. A training is one pipeline.
     offloads_states: the optimizer's states and master copy wait in host memory, and pass through the device in chunks
         once a mini-batch.
     packs_weights: generation also keeps the linears' weights in the order of its kernels (CPU, float32 and bfloat16).
@@ -76,6 +78,7 @@ class EngineFeatures:
     sequence_parallel: bool = False
     regathers_inputs: bool = False
     blocking_sends: bool = False
+    drains_pipelines: bool = False
     offloads_states: bool = False
     packs_weights: bool = False
     in_host_memory: bool = False

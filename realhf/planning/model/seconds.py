@@ -222,12 +222,15 @@ class RankSeconds:
 
         (m + pp - 1) slots where the stages are equal (GPipe and 1F1B, Narayanan et al., 2021, section 2.2). With model
         chunks the other stages take 1 / chunks of that, for micro-batches in multiples of pp; what lacks of the last
-        multiple is waited for, but for one chunk of each (`realhf.geometry.pipeline_schedule.training_order`).
+        multiple is waited for, but for one chunk of each (`realhf.geometry.pipeline_schedule.training_order`). The
+        other stages count once for each pipeline that fills and drains by itself (`EngineFeatures.drains_pipelines`).
         """
         slowest, chunks = max(stages), self.strategy.chunks
         lacking = -self.micro_batches % self.strategy.pp
         slots = self.micro_batches + lacking * (1 - 1 / chunks)
-        return slots * slowest + (sum(stages) - slowest) / chunks
+        drains = self.features.drains_pipelines and not self.work.call.trains
+        pipelines = math.ceil(self.micro_batches / self.strategy.pp) if drains else 1
+        return slots * slowest + pipelines * (sum(stages) - slowest) / chunks
 
     def _stage_s(
         self, stage: int, tokens: float, length: float, *, train: bool, head_tokens: float | None = None

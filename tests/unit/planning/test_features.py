@@ -31,7 +31,8 @@ def test_what_this_engine_does_where_nobody_chooses() -> None:
     assert does == {"zero1", "prefetch", "fp32_gradients", "cuda_graphs", "response_logits", "gathers_drawn_logits"}
     assert does_not == {
         "fully_sharded", "on_gpus", "full_logits", "sequence_parallel", "regathers_inputs", "blocking_sends",
-        "offloads_states", "packs_weights", "in_host_memory", "fuses_training", "copies_checkpoints",
+        "drains_pipelines", "offloads_states", "packs_weights", "in_host_memory", "fuses_training",
+        "copies_checkpoints",
     }  # fmt: skip
     assert others == {
         "modes": None,

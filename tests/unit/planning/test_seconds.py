@@ -343,6 +343,21 @@ def test_slots_of_four_stages() -> None:
         assert seconds._pipeline_s([1.0, 2.0, 5.0, 4.0]) == pytest.approx(slots * 5 + (1 + 2 + 4) / 2)
 
 
+def test_pipelines_that_drain_one_by_one() -> None:
+    """Stages of 1, 2, 5 and 4 s. Eight micro-batches are two pipelines of four: all stages once and three times the
+    slowest each. Five are one of four and one of one. A training is one pipeline, and so is what fits into one."""
+    model = replace(TINY, num_layers=8)
+
+    def pipeline_s(kind: ModelInterfaceType, micro_batches: int) -> float:
+        parts = rank(kind, CROSSES[0], ParallelStrategy(pp=4), micro_batches, model=model, drains_pipelines=True)
+        return parts._pipeline_s([1.0, 2.0, 5.0, 4.0])
+
+    for kind in (INFERENCE, GENERATE):
+        assert [pipeline_s(kind, m) for m in (4, 5, 8)] == [12 + 3 * 5, 12 + 3 * 5 + 12, 2 * (12 + 3 * 5)]
+    assert pipeline_s(INFERENCE, 3) == 12 + 2 * 5
+    assert pipeline_s(TRAIN_STEP, 8) == 12 + 7 * 5
+
+
 @pytest.mark.parametrize(
     ("blocking", "hops"),
     [(False, {(0, 0, 3): 1, (1, 0, 3): 2, (3, 0, 3): 2, (3, 3, 0): 1, (0, 3, 0): 2}),
