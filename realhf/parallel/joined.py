@@ -8,7 +8,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from realhf.parallel.gradients import gradient_sink
-from realhf.parallel.linear import Packed, add_weight_gradient, linear, linear_packed, pack, takes_packed, weight_gradient
+from realhf.parallel.linear import (
+    Packed,
+    add_weight_gradient,
+    linear,
+    linear_packed,
+    pack,
+    takes_packed,
+    weight_gradient,
+)
 from realhf.parallel.tensor import ColumnParallelLinear
 
 
@@ -58,8 +66,8 @@ class JoinedLinears:
         """As `pack` of a linear, for all weights together."""
         if any(each.weight is None for each in self.linears):
             return
-        weight = self._weight()
-        self.packed = pack(torch.cat([w for each in self.linears for w in each.weights()]) if weight is None else weight)
+        found = self._weight()
+        self.packed = pack(torch.cat([w for each in self.linears for w in each.weights()]) if found is None else found)
         biases = [each.bias.detach() for each in self.linears if each.bias is not None]
         assert len(biases) in (0, len(self.linears))
         self.bias = torch.cat(biases) if biases else None

@@ -36,7 +36,7 @@ CONFIGS = {
     "biased": replace(PLAIN, qkv_bias=True, mlp_bias=True, attention_output_bias=True, activation="gelu_tanh"),
 }
 PRODUCTS = {"mm", "addmm"}
-OF_WEIGHTS = {*PRODUCTS, "mul"}
+OF_WEIGHTS = {*PRODUCTS, "mul", "add"}
 
 
 class Operations(TorchDispatchMode):
