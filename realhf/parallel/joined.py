@@ -18,22 +18,7 @@ from realhf.parallel.linear import (
     weight_gradient,
 )
 from realhf.parallel.tensor import ColumnParallelLinear
-
-
-def side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor | None:
-    """All parts along `dim` as one view of the storage that they share; None where they do not lie so in one.
-
-    parts: of one shape except for `dim`.
-    """
-    first, stride, size = parts[0], parts[0].stride(), 0
-    for part in parts:
-        place = first.storage_offset() + size * stride[dim]
-        if part.stride() != stride or part.storage_offset() != place or not torch._C._is_alias_of(first, part):
-            return None
-        size += part.shape[dim]
-    shape = list(first.shape)
-    shape[dim] = size
-    return first.as_strided(shape, stride)
+from realhf.parallel.views import side_by_side
 
 
 class JoinedLinears:

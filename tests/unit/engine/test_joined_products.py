@@ -17,12 +17,12 @@ from realhf.engine.backend import ModelSpec
 from realhf.engine.generate.kv_cache import KVCache, StepAttention
 from realhf.engine.generate.paged_attention import DecodeRows
 from realhf.engine.model import ShardedModel
-from realhf.engine.residency.offload import storage_id
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.decoder import Decoder
 from realhf.models.recomputation import run_layer
 from realhf.models.rotary import rotary_tables
 from realhf.parallel.groups import GroupTable
+from realhf.parallel.views import storage_id
 from tests.unit.engine.fake_ranks import as_rank
 
 META, ROWS, LAYERS = torch.device("meta"), 16, 3

@@ -11,8 +11,9 @@ from realhf.engine.arena import Arena
 from realhf.geometry.shards import ALIGNMENT, FlatLayout
 from realhf.parallel import joined
 from realhf.parallel.gradients import let_add_to_grad
-from realhf.parallel.joined import JoinedLinears, side_by_side
+from realhf.parallel.joined import JoinedLinears
 from realhf.parallel.tensor import ColumnParallelLinear
+from realhf.parallel.views import side_by_side
 
 INPUTS, OUTPUTS, ROWS = 32, (8, 4, 4), 5  # a weight of 4 rows has 128 elements, without padding
 CPU = torch.device("cpu")
