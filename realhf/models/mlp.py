@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from realhf.architecture.model import Activation, DecoderConfig
 from realhf.cpu import fused
-from realhf.parallel.joined import JoinedLinears
+from realhf.parallel.joined import JoinedLinears, is_better_alone
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs, leave
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
@@ -81,6 +81,8 @@ class GatedMLP(nn.Module):
         gate, up = self.joined(x)
         if self.activation == "silu" and fused.trains(gate, up):
             return self.down_proj(fused.GatedSilu.apply(gate, up), shards)
+        if is_better_alone(x):
+            return self.down_proj(_ACTIVATIONS[self.activation](gate) * up, shards)
         return self.down_proj(_Gated.apply(gate, up, self.activation), shards)
 
 

@@ -38,7 +38,7 @@ class JoinedLinears:
             return linear_packed(x, self.packed, self.bias).split(sizes, dim=-1)
         biases = [each.bias for each in self.linears if each.bias is not None]
         weight, bias = self._weight(), side_by_side(biases, 0) if biases else None
-        if weight is None or (biases and bias is None) or _is_better_alone(x):
+        if weight is None or (biases and bias is None) or is_better_alone(x):
             return tuple(each(x) for each in self.linears)
         return _Joined.apply(x, weight.detach(), None if bias is None else bias.detach(), *weights, *biases)
 
@@ -61,10 +61,13 @@ class JoinedLinears:
         self.packed = self.bias = None
 
 
-def _is_better_alone(x: Tensor) -> bool:
-    """On the CPU weights that are not packed gain nothing: one product had 0.99 to 1.00 of the speed of several in
-    float32 and 0.90 to 0.95 in bfloat16, in training and inference (2 layers of 256 to 896). float64 is for tests, and
-    is computed as on a GPU."""
+def is_better_alone(x: Tensor) -> bool:
+    """Whether products of x [rows, in] with weights that are not packed are made one after the other.
+
+    On the CPU one product had 0.99 to 1.00 of the speed of several in float32 and 0.90 to 0.95 in bfloat16, in training
+    and inference (2 layers of 256 to 896), and oneDNN needs gradients whose rows are contiguous. float64 is for tests,
+    and is computed there as on a GPU.
+    """
     return x.device.type == "cpu" and x.dtype != torch.float64
 
 
@@ -78,9 +81,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *each: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight)
-        weights, biases = (each, ()) if bias is None else (each[: len(each) // 2], each[len(each) // 2 :])
-        ctx.rows, ctx.sink, ctx.bias_sink = [len(w) for w in weights], _sink(weights), _sink(biases)
-        ctx.has_bias = bias is not None
+        count = len(each) if bias is None else len(each) // 2
+        ctx.weights, ctx.biases, ctx.rows = each[:count], each[count:], [len(w) for w in each[:count]]
         return linear(x, weight, bias).split(ctx.rows, dim=-1)
 
     @staticmethod
@@ -91,16 +93,19 @@ class _Joined(torch.autograd.Function):
         found = side_by_side(grads, 1)
         grad = torch.cat(grads, dim=-1) if found is None else found  # [rows, out]
         of_x = linear(grad, weight.t()) if needs_x else None  # [rows, in]
-        of_each: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
-        if needs_weight and ctx.sink is not None:
-            add_weight_gradient(ctx.sink, grad, x)
-        elif needs_weight:
-            of_each[: len(ctx.rows)] = weight_gradient(grad, x).split(ctx.rows)
-        if needs_weight and ctx.bias_sink is not None:
-            ctx.bias_sink.add_(grad.sum(0))
-        elif needs_weight and ctx.has_bias:
-            of_each[len(ctx.rows) :] = grad.sum(0).split(ctx.rows)
-        return of_x, None, None, *of_each
+        of_weights: Sequence[Tensor | None] = [None] * len(ctx.weights)
+        of_biases: Sequence[Tensor | None] = [None] * len(ctx.biases)
+        if needs_weight:
+            sink, bias_sink = _sink(ctx.weights), _sink(ctx.biases)
+            if sink is not None:
+                add_weight_gradient(sink, grad, x)
+            else:
+                of_weights = weight_gradient(grad, x).split(ctx.rows)
+            if bias_sink is not None:
+                bias_sink.add_(grad.sum(0))
+            elif ctx.biases:
+                of_biases = grad.sum(0).split(ctx.rows)
+        return of_x, None, None, *of_weights, *of_biases
 
 
 def _sink(parameters: Sequence[Tensor]) -> Tensor | None:

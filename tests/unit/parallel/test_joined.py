@@ -139,7 +139,7 @@ def test_bfloat16_adds_to_float32_sums(products: list[int], monkeypatch: pytest.
     loss_of(case.join(case.x)).backward()
     assert products == []
     case = Case(bias=True, gradients=torch.float32, dtype=torch.bfloat16)
-    monkeypatch.setattr(joined, "_is_better_alone", lambda x: False)
+    monkeypatch.setattr(joined, "is_better_alone", lambda x: False)
     loss_of(case.join(case.x)).backward()
     assert products == [sum(OUTPUTS), INPUTS]
     for parameter, expected in zip(case.parameters(), case.alone()[1][1:], strict=True):
