@@ -35,7 +35,7 @@ class DrawOptions:
         """
         item, wide = DTYPE_BYTES[dtype], max(DTYPE_BYTES[dtype], 4)
         kept, others = item + wide, 0  # logits and log-probabilities; what was truncated
-        moments = [kept + (wide if item < wide else 0) + (wide if self.temperature not in (0, 1) else 0)]
+        moments: list[float] = [kept + (wide if item < wide else 0) + (wide if self.temperature not in (0, 1) else 0)]
         if self.min_new_tokens:  # with a mask, as it was and renormalised
             moments.append(kept + 1 + 2 * wide)
             others = wide
