@@ -36,11 +36,16 @@ class JoinedLinears:
         if self.packed is not None and takes_packed(self.packed, x, *weights):
             sizes = [weight.shape[0] for weight in weights]
             return linear_packed(x, self.packed, self.bias).split(sizes, dim=-1)
+        if is_better_alone(x):
+            return self._alone(x)
         biases = [each.bias for each in self.linears if each.bias is not None]
         weight, bias = self._weight(), side_by_side(biases, 0) if biases else None
-        if weight is None or (biases and bias is None) or is_better_alone(x):
-            return tuple(each(x) for each in self.linears)
+        if weight is None or (biases and bias is None):
+            return self._alone(x)
         return _Joined.apply(x, weight.detach(), None if bias is None else bias.detach(), *weights, *biases)
+
+    def _alone(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each(x) for each in self.linears)
 
     def _weight(self) -> Tensor | None:
         """[sum of out / tp, in], a view."""
@@ -74,7 +79,7 @@ def is_better_alone(x: Tensor) -> bool:
 class _Joined(torch.autograd.Function):
     """(x [rows, in], weight [out, in] and bias [out] of all linears, those of each) -> the outputs of each.
 
-    The gradients of the outputs are one matrix, without a copy where they were made side by side. That of the weights
+    The gradients of the outputs are one matrix, without a copy where they were made side by side. The weights' gradient
     is one product, added to `grad` directly where it may be (`realhf.parallel.gradients`).
     """
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from realhf.architecture.decoding import PAGE_TOKENS, power_of_two, rows_bucket, takes_triton
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 
-_SPLIT_TOKENS = 512  # of a sequence, that a program of our kernel reads (`realhf.gpu.paged_attention`)
+_SPLIT_TOKENS = 512  # a program of our kernel reads these of a sequence (`realhf.gpu.paged_attention`)
 _BLOCK_TOKENS = 128  # whose probabilities a draw adds up together (`realhf.engine.generate.sampling`)
-_ROW_BYTES = 4096  # of a row that a draw looks for a token in: a block in both dtypes, and numbers
+_ROW_BYTES = 4096  # a draw has for each row: one block in float32 and float64, and numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DrawOptions:
         whole blocks.
         """
         item, wide = DTYPE_BYTES[dtype], max(DTYPE_BYTES[dtype], 4)
-        kept, others = item + wide, 0  # logits and log-probabilities; what was truncated
+        kept, others = item + wide, 0  # logits and log-probabilities; truncated ones
         moments: list[float] = [kept + (wide if item < wide else 0) + (wide if self.temperature not in (0, 1) else 0)]
         if self.min_new_tokens:  # with a mask, as it was and renormalised
             moments.append(kept + 1 + 2 * wide)
@@ -52,8 +52,8 @@ class DrawOptions:
 
 
 def split_bytes(model: DecoderConfig, dtype: DType, tp: int, rows: int, tokens: int, *, is_graph: bool) -> float:
-    """What our kernel of attention keeps of sequences of so many tokens that it reads in several splits: of each, a
-    head's mean and a number, in float32."""
+    """The sums of our attention kernel, where it reads sequences of `tokens` tokens in splits: for each split and head
+    a mean and a number in float32."""
     pages = math.ceil(tokens / PAGE_TOKENS)
     if is_graph:
         rows, pages = rows_bucket(rows), power_of_two(pages)
