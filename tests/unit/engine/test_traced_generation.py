@@ -10,6 +10,7 @@ from benchmarks.lib.peak_memory import PeakMemory
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.architecture.named import ARCHITECTURES
 from realhf.engine.generate.sampling import Truncation, draw
+from realhf.gpu import paged_attention
 from realhf.planning.model.gpu_generation import DrawOptions, split_bytes
 
 META, MOST = torch.device("meta"), 1.05  # times the trace
@@ -52,24 +53,22 @@ class Launch:
 def test_attention_in_splits(
     is_graph: bool, rows: int, tokens: int, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paged = pytest.importorskip("realhf.gpu.paged_attention", exc_type=ImportError)
-    monkeypatch.setattr(paged, "attend_split", Launch())
-    monkeypatch.setattr(paged, "join_splits", Launch())
+    monkeypatch.setattr(paged_attention, "attend_split", Launch())
+    monkeypatch.setattr(paged_attention, "join_splits", Launch())
     model = ARCHITECTURES["qwen2.5-1.5b"]
     planned = split_bytes(model, dtype, 1, rows, tokens, is_graph=is_graph)
     pages = math.ceil(tokens / 16)
     if is_graph:  # by hand: rows and pages of a table in buckets
         rows, pages = {256: 256, 8: 8, 1: 1, 3: 4}[rows], {1024: 1024, 32: 32, 33: 64, 313: 512}[pages]
-    found = traced_attention(paged, model, dtype, rows, pages)
-    assert planned == found
+    assert planned == traced_attention(model, dtype, rows, pages)
 
 
-def traced_attention(paged: Any, model: DecoderConfig, dtype: DType, rows: int, pages: int) -> int:
+def traced_attention(model: DecoderConfig, dtype: DType, rows: int, pages: int) -> int:
     """The bytes that attention takes beside its result."""
     like: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": META}
     q, kv = (torch.empty(rows, heads, model.head_dim, **like) for heads in (model.num_heads, model.num_kv_heads))
     cache = torch.empty(2, model.num_kv_heads, 16, model.head_dim, **like)
     table, lengths = (torch.empty(shape, dtype=torch.int32, device=META) for shape in ((rows, pages), (rows,)))
     with PeakMemory() as memory:
-        paged.attend((cache, cache), table, lengths, q, kv, kv, None)
+        paged_attention.attend((cache, cache), table, lengths, q, kv, kv, None)
     return memory.peak_bytes - rows * model.num_heads * model.head_dim * DTYPE_BYTES[dtype]
