@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from realhf.engine.residency.offload import storage_id
+from realhf.parallel.views import storage_id
 
 
 class PeakMemory(TorchDispatchMode):

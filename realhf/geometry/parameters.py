@@ -1,7 +1,7 @@
 """The parameters of a decoder: names, global shapes, how each is divided. No torch here."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -84,24 +84,28 @@ def _of_transformers(model: TransformersConfig) -> Iterator[ParameterSpec]:
 def _layer(model: DecoderConfig, prefix: str, layer: int) -> list[ParameterSpec]:
     hidden, q, kv = model.hidden_size, model.query_size, model.kv_size
 
-    def linear(name: str, shape: tuple[int, int], shard_dim: int | None, bias: bool = False) -> list[ParameterSpec]:
-        specs = [ParameterSpec(f"{prefix}{name}.weight", shape, shard_dim, "layer", layer)]
+    def linears(owner: str, outputs: Mapping[str, int], inputs: int, shard_dim: int | None, bias: bool = False) -> None:
+        """Those of one input have their weights side by side, and then their biases (`realhf.parallel.joined`)."""
+        names = {f"{prefix}{owner}.{name}": size for name, size in outputs.items()}
+        specs.extend(
+            ParameterSpec(f"{name}.weight", (size, inputs), shard_dim, "layer", layer) for name, size in names.items()
+        )
         if bias:  # divided with the outputs, or whole
             dim = 0 if shard_dim == 0 else None
-            specs.append(ParameterSpec(f"{prefix}{name}.bias", shape[:1], dim, "layer", layer, initial="zero"))
-        return specs
+            specs.extend(
+                ParameterSpec(f"{name}.bias", (size,), dim, "layer", layer, initial="zero")
+                for name, size in names.items()
+            )
 
-    def mlp(name: str, bias: bool) -> list[ParameterSpec]:
+    def mlp(name: str, bias: bool) -> None:
         inner = model.intermediate_size
-        gate = linear(f"{name}.gate_proj", (inner, hidden), 0, bias) if model.mlp == "gated" else []
-        up, down = (inner, hidden), (hidden, inner)
-        return gate + linear(f"{name}.up_proj", up, 0, bias) + linear(f"{name}.down_proj", down, 1, bias)
+        of_input = ("gate_proj", "up_proj") if model.mlp == "gated" else ("up_proj",)
+        linears(name, dict.fromkeys(of_input, inner), hidden, 0, bias)
+        linears(name, {"down_proj": hidden}, inner, 1, bias)
 
     specs = _norm(model, prefix + "input_layernorm", "layer", layer)
-    specs += linear("self_attn.q_proj", (q, hidden), 0, model.qkv_bias)
-    specs += linear("self_attn.k_proj", (kv, hidden), 0, model.qkv_bias)
-    specs += linear("self_attn.v_proj", (kv, hidden), 0, model.qkv_bias)
-    specs += linear("self_attn.o_proj", (hidden, q), 1, model.attention_output_bias)
+    linears("self_attn", {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, 0, model.qkv_bias)
+    linears("self_attn", {"o_proj": hidden}, q, 1, model.attention_output_bias)
     if model.qk_norm:
         specs += [
             ParameterSpec(f"{prefix}self_attn.{n}.weight", (model.head_dim,), None, "layer", layer, initial="one")
@@ -109,9 +113,12 @@ def _layer(model: DecoderConfig, prefix: str, layer: int) -> list[ParameterSpec]
         ]
     specs += _norm(model, prefix + "post_attention_layernorm", "layer", layer)
     if not model.experts.count:
-        return specs + mlp("mlp", model.mlp_bias)
-    specs += linear("mlp.gate", (model.experts.count, hidden), None)
-    return specs + [spec for j in range(model.experts.count) for spec in mlp(f"mlp.experts.{j}", False)]
+        mlp("mlp", model.mlp_bias)
+        return specs
+    linears("mlp", {"gate": model.experts.count}, hidden, None)
+    for j in range(model.experts.count):
+        mlp(f"mlp.experts.{j}", False)
+    return specs
 
 
 def _norm(model: DecoderConfig, name: str, place: Place, layer: int) -> list[ParameterSpec]:

@@ -22,10 +22,10 @@ from realhf.models.norms import RMSNorm, hidden_norm
 from realhf.models.recomputation import run_layer
 from realhf.models.rotary import rotary_tables, rotate
 from realhf.parallel.groups import ParallelGroups
+from realhf.parallel.joined import JoinedLinears
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs
 from realhf.parallel.tensor import (
     ColumnParallelLinear,
-    JoinedLinears,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -54,8 +54,11 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         x = enter(x, self.group, shards)
         q, k, v = (out.unflatten(-1, (-1, self.head_dim)) for out in self.joined(x))
+        if torch.is_grad_enabled() and cos.shape[-1]:  # attention keeps v alone, not q and k as they are before it too
+            v = v.contiguous()
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         out = attend(self.layer, q, k, v, self.window)  # [tokens, heads / tp, head_dim]
+        del q, k, v  # without gradients their memory is free for the product
         return self.o_proj(out.flatten(-2), shards)
 
 

@@ -2,28 +2,61 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from realhf.architecture.model import Activation, DecoderConfig
 from realhf.cpu import fused
+from realhf.parallel.joined import JoinedLinears, is_better_alone
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs, leave
-from realhf.parallel.tensor import ColumnParallelLinear, JoinedLinears, RowParallelLinear
+from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 # Without gradients an MLP keeps no activations. For this many tokens they stay in the caches, and malloc need not ask
 # the kernel for memory.
 _ROWS_AT_ONCE = 512
 
 
+_aten = torch.ops.aten
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+# (gradient of the output, input, grad_input=the gradient of the input, which is written)
+_GRADIENTS: Mapping[Activation, Callable[..., Tensor]] = {
+    "silu": _aten.silu_backward.grad_input,
+    "gelu": _aten.gelu_backward.grad_input,
+    "gelu_tanh": partial(_aten.gelu_backward.grad_input, approximate="tanh"),
+    "relu": partial(_aten.threshold_backward.grad_input, threshold=0),
+}
+
+
+class _Gated(torch.autograd.Function):
+    """(gate, up [rows, width], activation) -> activation(gate) * up; both gradients are made side by side, so that
+    `JoinedLinears` need not copy them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        activated = _ACTIVATIONS[activation](gate)
+        ctx.save_for_backward(gate, up, activated)
+        ctx.activation = activation
+        return activated * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up, activated = ctx.saved_tensors
+        of_gate, of_up = grad.new_empty(len(gate), 2 * gate.shape[1]).chunk(2, dim=-1)
+        torch.mul(grad, activated, out=of_up)
+        torch.mul(grad, up, out=of_gate)
+        _GRADIENTS[ctx.activation](of_gate, gate, grad_input=of_gate)
+        return of_gate, of_up, None
 
 
 class GatedMLP(nn.Module):
@@ -48,7 +81,9 @@ class GatedMLP(nn.Module):
         gate, up = self.joined(x)
         if self.activation == "silu" and fused.trains(gate, up):
             return self.down_proj(fused.GatedSilu.apply(gate, up), shards)
-        return self.down_proj(_ACTIVATIONS[self.activation](gate) * up, shards)
+        if is_better_alone(x):
+            return self.down_proj(_ACTIVATIONS[self.activation](gate) * up, shards)
+        return self.down_proj(_Gated.apply(gate, up, self.activation), shards)
 
 
 class PlainMLP(nn.Module):

@@ -93,6 +93,14 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return total
 
 
+def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Adds `weight_gradient` to a total [out, in] of any dtype; where none is rounded, within the product."""
+    if total.dtype == x.dtype and x.dtype.itemsize >= 4 and not _is_for_onednn(x):
+        total.addmm_(grad.t(), x)
+    else:
+        total.add_(weight_gradient(grad, x))
+
+
 def _takes_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from realhf.parallel.gradients import gradient_sink
-from realhf.parallel.linear import Packed, linear, linear_packed, pack, takes_packed
+from realhf.parallel.linear import Packed, linear, pack
 from realhf.parallel.sequence import TokenShards, leave
 
 
@@ -114,35 +114,6 @@ class RowParallelLinear(_Linear):
         """x W^T + b from all ranks' products."""
         total = leave(product, self.group, shards)
         return total if self.bias is None else total + self.bias
-
-
-class JoinedLinears:
-    """Column-parallel linears of one input, computed as one product while their weights are packed."""
-
-    def __init__(self, *linears: ColumnParallelLinear):
-        self.linears = linears
-        self.packed: Packed | None = None
-        self.bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[tokens, out / tp] each."""
-        weights = [weight for each in self.linears for weight in each.weights()]
-        if self.packed is None or not takes_packed(self.packed, x, *weights):
-            return tuple(each(x) for each in self.linears)
-        sizes = [weight.shape[0] for weight in weights]
-        return linear_packed(x, self.packed, self.bias).split(sizes, dim=-1)
-
-    def pack(self) -> None:
-        """As `pack` of a linear, for all weights together."""
-        if any(each.weight is None for each in self.linears):
-            return
-        self.packed = pack(torch.cat([weight.detach() for each in self.linears for weight in each.weights()]))
-        biases = [each.bias.detach() for each in self.linears if each.bias is not None]
-        assert len(biases) in (0, len(self.linears))
-        self.bias = torch.cat(biases) if biases else None
-
-    def unpack(self) -> None:
-        self.packed = self.bias = None
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from realhf.base.errors import UserError
-from realhf.engine.residency.offload import storage_id
+from realhf.parallel.views import storage_id
 from realhf.wrapping.operators import is_operator
 
 Example = Callable[[int], Tensor]

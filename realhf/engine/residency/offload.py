@@ -25,11 +25,6 @@ def pinned_blocks(size_bytes: int) -> list[int]:
     return [*sizes, size_bytes] if size_bytes else sizes
 
 
-def storage_id(tensor: Tensor) -> int:
-    """The same number for all views of one vector, and no other vector's while it lives, with memory or without."""
-    return tensor.untyped_storage()._cdata
-
-
 class HostCopy:
     """The place in host memory of vectors, each with a storage of its own, all on one device.
 

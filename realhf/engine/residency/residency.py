@@ -7,8 +7,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from realhf.engine.residency.offload import HostCopy, allocate, free, storage_id
+from realhf.engine.residency.offload import HostCopy, allocate, free
 from realhf.geometry.boxes import Box
+from realhf.parallel.views import storage_id
 from realhf.realloc.execute.held import by_name, holds, part
 
 PIECE_ELEMENTS = 2**20  # exchanged at a time between two versions

@@ -17,12 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from realhf.engine.arena import Arena
-from realhf.engine.residency.offload import allocate, free, storage_id
+from realhf.engine.residency.offload import allocate, free
 from realhf.engine.train.agreement import Agreement, Operation, Point
 from realhf.geometry.shards import FlatLayout
 from realhf.parallel.collectives import all_gather_integers, reduce_scatter, start_all_gather
 from realhf.parallel.gradients import give_on_use
 from realhf.parallel.groups import GroupReference
+from realhf.parallel.views import storage_id
 
 
 class GatheredUnit:

@@ -37,6 +37,8 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
         heads, elements = model.num_heads + model.num_kv_heads, model.query_size + model.kv_size
         is_fused = _is_fused(model, dtype, features)
         divided += elements * item if is_fused else elements * (wide + item) + heads * wide
+        if item == wide and not is_fused and (features.on_gpus or dtype == "float64"):
+            divided += model.kv_size * item  # their input is not converted: a part of q, k and v, which are one product
     norms = norm_bytes(model, dtype, tp, features) + norm_bytes(model, dtype, tp, features, of_mlp=True)
     return norms + divided / tp + feed_forward_bytes(model, dtype, tp, features)
 

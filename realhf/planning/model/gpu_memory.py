@@ -101,11 +101,11 @@ class GpuPass:
         return most + of_norms + self.tokens * (messages * hidden + tables + numbers)
 
     def _attends(self) -> float:
-        """Bytes a token: queries, keys and values, with the rotated queries and what rotates them or the keys; or with
-        both arrays in w of the norm of either."""
+        """Bytes a token: queries, keys and values, one product, with the rotated queries and what rotates them or the
+        keys, or with both and attention's output; or with both arrays in w of the norm of either."""
         model = self.model
         queries, kv = model.query_size / self.tp, model.kv_size / self.tp
-        beyond = max(2 * queries, queries + 2 * kv) * self.item
+        beyond = max(2 * queries + kv, queries + 2 * kv) * self.item
         if model.qk_norm:
             beyond = max(beyond, 2 * queries * self.wide, queries * self.item + 2 * kv * self.wide)
         return (queries + 2 * kv) * self.item + beyond + model.head_dim * self.item

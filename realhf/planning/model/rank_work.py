@@ -22,6 +22,7 @@ from realhf.planning.model.activations import (
     kept_bytes,
     repeated_bytes,
 )
+from realhf.planning.model.gpu_generation import DrawOptions, split_bytes
 from realhf.planning.model.gpu_memory import GpuPass
 from realhf.planning.model.lengths import DecodePhase
 from realhf.planning.model.memory import PlacedModel
@@ -175,8 +176,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
           (logits, probabilities, gradient), and what it gathers.
         - Inference: one layer's activations and two arrays of logits.
         - Generation: the KV cache of the parts in flight in whole pages, those of a prompt once for its samples, or the
-          room that the call was given for it where that is less; prefill's activations of one layer, two arrays of
-          logits of one token a sequence, and on a CPU the linears' weights once more.
+          room that the call was given for it where that is less; prefill's activations of one layer, what a decode step
+          takes (`_step_bytes`), and on a CPU the linears' weights once more.
         - Columns with many numbers for a response token (`Workload.wide_bytes`), of all mini-batches and, where the
           call makes them or reads them packed, of a micro-batch once more.
 
@@ -231,8 +232,18 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         activations = activation_elements(placed.model, placed.strategy.tp) * placed.item
         longest = self.lengths.max_prompt_tokens
         prefill = min(per_part / self.sharing * longest, max(PREFILL_TOKENS, longest)) * activations
-        logits = self._logits_bytes(per_part)
-        return self._cache_bytes() + prefill + 2 * logits + placed.packed_bytes()
+        return self._cache_bytes() + prefill + self._step_bytes(per_part) + placed.packed_bytes()
+
+    def _step_bytes(self, rows: int) -> float:
+        """A decode step beside activations: two arrays of logits; on a GPU all that a draw makes of them, and
+        attention's sums, which a graph keeps."""
+        placed, lengths = self.placed, self.lengths
+        model, features = placed.model, placed.features
+        if not features.on_gpus or not features.full_logits:
+            return 2 * self._logits_bytes(rows)
+        drawing = DrawOptions.of(self.call.interface_impl).drawing_bytes(rows, model.vocab_size, placed.dtype)
+        longest, is_graph = lengths.max_tokens, features.replays(model, lengths.decode_graphs)
+        return drawing + split_bytes(model, placed.dtype, placed.strategy.tp, rows, longest, is_graph=is_graph)
 
     def _cache_bytes(self) -> float:
         """The KV cache of the sequences in flight, and for each part the page that padding of graphs is written to."""

@@ -1,10 +1,14 @@
-"""The routing of experts by hand."""
+"""The routing of experts by hand, and the gradients of gated products."""
+
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from realhf.architecture.model import Experts
-from realhf.models.mlp import MixtureOfExperts
+from realhf.architecture.model import Activation, Experts
+from realhf.models.mlp import MixtureOfExperts, _Gated
+from realhf.parallel.views import side_by_side
 from tests.unit.engine.losses import tiny
 
 # Exact in bfloat16. The first three are near enough that bfloat16 gives two of them one probability.
@@ -49,3 +53,21 @@ def test_a_batch_without_tokens_goes_through_no_expert() -> None:
     out.sum().backward()
     assert tokens.grad is not None
     assert tokens.grad.shape == (0, 8)
+
+
+PLAIN = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+
+
+@pytest.mark.parametrize("activation", PLAIN)
+def test_gradients_of_a_gated_product_are_autograds_and_lie_side_by_side(activation: Activation) -> None:
+    torch.manual_seed(0)
+    gate, up, grad = torch.randn(3, 7, 5, dtype=torch.float64)
+    leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    out = PLAIN[activation](leaves[0]) * leaves[1]
+    expected = torch.autograd.grad(out, leaves, grad)
+    leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    mine = _Gated.apply(*leaves, activation)
+    torch.testing.assert_close(mine, out, rtol=0, atol=0)
+    found = torch.autograd.grad(mine, leaves, grad)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
+    assert side_by_side(found, 1) is not None

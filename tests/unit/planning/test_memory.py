@@ -354,6 +354,22 @@ def test_the_cache_is_made_of_whole_pages() -> None:
     assert cache_bytes(17, ParallelStrategy(tp=2, pp=2)) == 2 * a_token / 2 * (16 * 32 + 2 * 16)
 
 
+def test_a_decode_step_of_a_gpu() -> None:
+    """1,100 tokens are 69 pages, in a graph's table 128: four splits of 512 tokens. 10 rows are 16 there."""
+    generate, lengths = call("m", TINY, GENERATE, "x"), Workload(prompt_tokens=500, new_tokens=600)
+    features = EngineFeatures(on_gpus=True, full_logits=True)
+    work = work_of(generate, ParallelStrategy(tp=2), 1, lengths, dtype="bfloat16", features=features)
+    heads, width = TINY.num_heads // 2, TINY.head_dim
+    # Logits, their logarithms, probabilities, these again in whole blocks, and two numbers a block in float64.
+    drawn = 10 * (32 * (2 + 3 * 4 + 1 / 8) + 4096)
+    assert work._step_bytes(10) == drawn + 16 * heads * 4 * (width + 1) * 4
+    eager = work_of(
+        generate, ParallelStrategy(tp=2), 1, replace(lengths, decode_graphs="off"), dtype="bfloat16", features=features
+    )
+    assert eager._step_bytes(10) == drawn + 10 * heads * 3 * (width + 1) * 4
+    assert work_of(generate, ParallelStrategy(), 1)._step_bytes(10) == 2 * 10 * 32 * 4, "the CPU's draws are one kernel"
+
+
 def grouped(samples_per_prompt: int, **lengths: Any) -> Workload:
     of_all = {"prompt_tokens": 20, "new_tokens": 12, "samples_per_prompt": samples_per_prompt}
     return Workload(**(of_all | lengths))

@@ -312,7 +312,8 @@ def test_the_stage_that_gathers_most_counts() -> None:
 @pytest.mark.parametrize("strategy", [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
 @pytest.mark.parametrize(("prompt", "samples_per_prompt"), [(8, 1), (8, 4), (3000, 1), (5000, 1)])
 def test_bytes_of_a_generation(strategy: tuple[int, ...], prompt: int, samples_per_prompt: int) -> None:
-    """The cache, two arrays of the logits of a token a sequence, and a prefill of all prompts or of a step's tokens."""
+    """The cache, two arrays of the logits of a token a sequence (a GPU's: `test_a_decode_step_of_a_gpu`), and a prefill
+    of all prompts or of a step's tokens."""
     dp, tp, pp = strategy
     lengths = Workload(prompt_tokens=prompt, new_tokens=8, samples_per_prompt=samples_per_prompt)
     per_part = 16 // dp // pp
@@ -326,9 +327,8 @@ def test_bytes_of_a_generation(strategy: tuple[int, ...], prompt: int, samples_p
     assert packed.dynamic_bytes() == pytest.approx(expected + packed.placed.packed_bytes())
     assert packed.placed.packed_bytes() > 0
     graphs = work(GENERATE, strategy, 1, replace(lengths, decode_graphs="call"), on_gpus=True, full_logits=True)
-    page = 16
-    assert page == 16
-    assert graphs.dynamic_bytes() == pytest.approx(expected + pp * page * (4 // pp) * A_TOKEN / tp)
+    expected += graphs._step_bytes(per_part) - 2 * logits
+    assert graphs.dynamic_bytes() == pytest.approx(expected + pp * 16 * (4 // pp) * A_TOKEN / tp)
 
 
 @pytest.mark.parametrize(("strategy", "rings"), [((1, 1, 1), 0), ((1, 1, 2), 1), ((2, 2, 1), 0)])
