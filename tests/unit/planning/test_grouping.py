@@ -8,13 +8,12 @@ from msgspec.structs import replace
 from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.geometry.micro_dp import grouped_like
+from realhf.geometry.micro_dp import contains_home, grouped_like
 from realhf.geometry.shards import Placement
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.reallocation import (
     Reallocation,
-    contains_home,
     grouped,
     moved_elements,
     moved_to_groups,
@@ -138,8 +137,8 @@ def test_a_table_of_moves_knows_groups() -> None:
 
 def test_what_contains_the_home() -> None:
     home, copy = layout(4, 4, 1), layout(4, 1, 1)
-    assert contains_home(TINY, home, copy)
-    assert not contains_home(TINY, home, layout(4, 2, 1))  # device 1 has another part there
-    assert not contains_home(TINY, home, home)  # no copy
-    assert not contains_home(TINY, home, layout(4, 1, 1, first=4))
-    assert contains_home(TINY, layout(4, 2, 1), copy)
+    assert contains_home(TINY.num_layers, home, copy)
+    assert not contains_home(TINY.num_layers, home, layout(4, 2, 1))  # device 1 has another part there
+    assert not contains_home(TINY.num_layers, home, home)  # no copy
+    assert not contains_home(TINY.num_layers, home, layout(4, 1, 1, first=4))
+    assert contains_home(TINY.num_layers, layout(4, 2, 1), copy)
