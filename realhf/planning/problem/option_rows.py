@@ -148,6 +148,14 @@ class OptionRows:
                 found[key] = min(at_home.static_bytes(trained=False) + 2 * DEFAULT_BUCKET_BYTES, found.get(key, inf))
         yield from ((kept, copied, spared) for (kept, copied), spared in found.items())
 
+    def in_place_bytes(self, call: ModelFunctionCallDef) -> float | None:
+        """See `CallTable.in_place_bytes`: one bucket, where a search may have copies filled in place, or the plan does.
+
+        Two in a row are half as large then (`realhf.worker.parameter_moves`).
+        """
+        options = self._numbers.options[call.name]
+        return float(DEFAULT_BUCKET_BYTES) if self._numbers.groups or options[0].compute.in_place else None
+
     def _communicators(self, call: ModelFunctionCallDef) -> list[tuple[int, ...]]:
         """Of each option."""
         model, is_home = self._task.call_models[call.name], self._task.homes[call.name] == call.name
