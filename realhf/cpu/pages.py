@@ -7,13 +7,16 @@ import mmap
 _MADV_DONTNEED = 4  # from Linux's mman-common.h
 
 
-def give_back(begin: int, end: int) -> int:
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def give_back(begin: int, end: int, page_bytes: int = mmap.PAGESIZE) -> int:
     """Gives the whole pages between two addresses back to the kernel; later they are zeros, in new pages.
 
     The memory is malloc's, private to the process; what it holds must not be needed any more. Returns where the pages
     end: from there on nothing was given back.
     """
-    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    first, last = -(-begin // page_bytes) * page_bytes, end // page_bytes * page_bytes
     if last <= first:
         return begin
     # Without this call, or if the kernel refuses, the memory stays.

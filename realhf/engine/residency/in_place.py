@@ -4,6 +4,7 @@ At the peak there is the memory of the larger of the two and of one piece (true 
 5.3, without its buffer beside the training's weights).
 """
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from realhf.cpu.pages import give_back
+from realhf.cpu.pages import HUGE_PAGE_BYTES, give_back
 from realhf.engine.residency.offload import LARGEST_BLOCK_BYTES, allocate, free, storage_id
 
 PIECE_BYTES = LARGEST_BLOCK_BYTES  # a bucket of a reallocation
@@ -57,6 +58,11 @@ class PageByPage:
     piece_bytes: int = PIECE_BYTES
     watch: Callable[[], None] = lambda: None
 
+    @property
+    def _page_bytes(self) -> int:
+        """Of the memory that is given back at a time: the kernel would split a huge page, and fetch small ones later."""
+        return HUGE_PAGE_BYTES if self.piece_bytes >= 16 * HUGE_PAGE_BYTES else mmap.PAGESIZE
+
     def lend(self, sides: Sides) -> None:
         _take_memory(sides.copy)
         self._pour(sides.home, zip(sides.here, sides.there(), strict=True))
@@ -75,7 +81,7 @@ class PageByPage:
             done, end = vector.data_ptr(), vector.data_ptr() + vector.nbytes
             for (source, target), until in zip(own, [*(p.data_ptr() for p, _ in own[1:]), end], strict=True):
                 target.copy_(source)
-                done = give_back(done, until)
+                done = give_back(done, until, self._page_bytes if until < end else mmap.PAGESIZE)
                 self.watch()
             free(vector)
 
