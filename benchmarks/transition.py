@@ -1,7 +1,7 @@
 """HybridFlow's transition experiment in small: from training to generation and back, by the engines of its Table 2.
 
 Its Figure 8: training with tp 4 and dp 2 on eight devices, generation with tp 2. Processes on the CPU, over the memory
-of their host, as workers do it; figures are of the slowest process, and medians of turns in which the engines alternate.
+of their host, as workers do it. Seconds are of the slowest process, and medians of turns in which engines alternate.
 
 - DeepSpeed-Chat: ZeRO-3 over all devices; the model is gathered on each, and generation's part copied from it.
 - HybridFlow-V: the model is gathered from the tensor-parallel peers, and generation's part copied from it.
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -396,7 +396,10 @@ def cases(setting: Setting, measured: dict[str, Measured]) -> list[dict]:
                 holds=abs(wanted / found.received_bytes - 1) < 1e-9,
             )
         )  # fmt: skip
-        for name, size in (("copied within a device", found.copied_bytes), ("parameters at the peak", found.peak_bytes)):
+        for name, size in (
+            ("copied within a device", found.copied_bytes),
+            ("parameters at the peak", found.peak_bytes),
+        ):
             results.append(
                 case(f"{engine}: {name}", size / 1e6, "MB", baseline=None, ratio=None, target=0.0, holds=True)
             )

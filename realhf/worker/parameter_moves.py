@@ -161,9 +161,7 @@ class ParameterMoves:
             elif home is not None and target is not None and not in_place:
                 self._lend(name, home.residency, target.residency, is_verified=is_verified)
 
-    def _lend(
-        self, name: str, home: Residency, copy: Residency, *, is_verified: bool, in_place: bool = False
-    ) -> None:
+    def _lend(self, name: str, home: Residency, copy: Residency, *, is_verified: bool, in_place: bool = False) -> None:
         """Lends the home to a copy; where the move is verified, it is noted for when the home is taken back."""
         lent = LentParts(home.held()) if is_verified else None
         home.lend_to(copy, in_place=in_place)

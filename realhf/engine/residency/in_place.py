@@ -60,7 +60,7 @@ class PageByPage:
 
     @property
     def _page_bytes(self) -> int:
-        """Of the memory that is given back at a time: the kernel would split a huge page, and fetch small ones later."""
+        """Of what is given back at a time: the kernel would split a huge page, and fetch small ones later."""
         return HUGE_PAGE_BYTES if self.piece_bytes >= 16 * HUGE_PAGE_BYTES else mmap.PAGESIZE
 
     def lend(self, sides: Sides) -> None:

@@ -214,8 +214,9 @@ class Residency:
             parts = [tensor for _, tensor in self._held() if storage_id(tensor) == storage_id(vector)]
             for tensor in sorted(parts, key=Tensor.storage_offset):
                 assert tensor.is_contiguous(), "padding is what lies between the parameters"
-                vector[done : tensor.storage_offset()].zero_()
-                done = tensor.storage_offset() + tensor.numel()
+                start = int(tensor.storage_offset())
+                vector[done:start].zero_()
+                done = start + tensor.numel()
             vector[done:].zero_()
 
     def offload(self) -> None:

@@ -43,8 +43,9 @@ def build_problem(
     home, and sent back behind it. Both occupy these devices alone; its memory counts in its own calls.
 
     With `groups`, as in a search, calls on the devices of their home count as grouped like it where they can be
-    (`realhf.planning.model.reallocation`), and copies that contain the home's part as filled in place. A copy that contains the home's part counts without it; where the home has
-    several layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
+    (`realhf.planning.model.reallocation`), and copies that contain the home's part as filled in place. A copy that
+    contains the home's part counts without it; where the home has several layouts to choose from, bytes of an option
+    cannot depend on which, and all of it counts.
 
     `copies` has the source of each call that takes its copy from another call's (`realhf.dataflow.copies`); the calls
     have one option each then.

@@ -1,4 +1,4 @@
-"""A home's parameters go into a copy and back while memory changes hands: pages of the host, or through pinned memory."""
+"""A home's parameters go into a copy and back as memory changes hands: page by page, or through pinned memory."""
 
 import ctypes
 import math

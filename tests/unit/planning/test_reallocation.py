@@ -137,7 +137,9 @@ def test_copies_that_contain_their_home() -> None:
     # Groups of another home: they contain this one here, or not.
     others = Layout(copy.mesh, structs.replace(copy.strategy, micro_dp=(1, 2)))
     assert not contains_home(TINY.num_layers, home, others)
-    assert contains_home(TINY.num_layers, layout(4, 2, 2), Layout(home.mesh, ParallelStrategy(2, 2, 1, micro_dp=(1, 2))))
+    assert contains_home(
+        TINY.num_layers, layout(4, 2, 2), Layout(home.mesh, ParallelStrategy(2, 2, 1, micro_dp=(1, 2)))
+    )
 
 
 @pytest.mark.parametrize(
