@@ -302,6 +302,8 @@ def filled_in_place(rank: int) -> list[object]:
     home = worker.models["actor", IN_PLACE.layout("actor_train_step")].residency
     layout = IN_PLACE.layout("actor_generate")
     copy = worker.models["actor", layout].residency  # it is there from the start
+    batch, name = BatchKey("train", 0), "actor_generate"
+    worker.moves.prepare(PrepareMove(request_id=0, batch=batch, name=name, model="actor", layout=layout))
     told: list[object] = [copy.where.name]
     expected = ShardedModel(ModelSpec(TINY, table.groups(layout), torch.float32))
     expected.initialise(seed=len("actor"))

@@ -125,3 +125,6 @@ def test_whole_pages_alone_are_given_back() -> None:
     expected[first : first + mmap.PAGESIZE] = 0
     assert torch.equal(numbers, expected)
     assert give_back(begin + first, begin + first + 9) == begin + first  # less than a page
+    numbers.fill_(1)
+    assert give_back(begin, begin + 3 * mmap.PAGESIZE, 4 * mmap.PAGESIZE) == begin  # less than such a page
+    assert torch.equal(numbers, torch.ones_like(numbers))

@@ -161,9 +161,7 @@ def test_a_kept_copy_is_not_filled_in_place() -> None:
     assert tables == {"first": DEFAULT_BUCKET_BYTES, "reward_inference": None, "second": None, "train": None}
     check_plan(plan, TASK.graph, TASK.batch_size)
     copying_too = copying(plan)
-    with pytest.raises(
-        UserError, match="first: compute has in_place=True, which is for copies that come from the home"
-    ):
+    with pytest.raises(UserError, match="first: compute has in_place=True, which is for copies that come from the"):
         check_plan(copying_too, TASK.graph, TASK.batch_size)
     assert with_sources(plan, {"second": "first"}) == copying(plan_of(WHOLE, CallPlan(devices=(0, 2), dp=2), home))
     elsewhere = plan_of(structs.replace(HALVES, compute=in_place.compute), WHOLE, home=HOME)
