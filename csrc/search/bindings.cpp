@@ -74,6 +74,7 @@ constexpr std::size_t kMaxStrategiesSpared = 4096;  // there is a number for eve
 // Of a call: [(home's strategy, copy's strategy, bytes)].
 Sparing sparing_of(const py::dict& node, const std::map<std::string, int>& strategies) {
     Sparing result;
+    if (!node["in_place_bytes"].is_none()) result.in_place_bytes = node["in_place_bytes"].cast<double>();
     if (py::len(node["spared"]) == 0) return result;
     if (strategies.size() > kMaxStrategiesSpared) throw std::invalid_argument("planning problem: too many strategies");
     for (const auto& [home, copy, bytes] : node["spared"].cast<std::vector<std::tuple<std::string, std::string, double>>>()) {

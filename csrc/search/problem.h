@@ -44,11 +44,13 @@ struct Option {
     bool same_layout(const Option& other) const { return same_mesh(other) && strategy == other.strategy; }
 };
 
-// What copies on the devices of their home need less while the call runs than while they are filled: by the strategies
-// of home and copy, 0 where the home keeps its part meanwhile.
+// What copies on the devices of their home need less while the call runs than while they are filled beside the home: by
+// the strategies of home and copy, 0 where the home keeps its part meanwhile. Those that are filled in place need as much
+// less, but for `in_place_bytes`, while they are filled.
 struct Sparing {
     int num_strategies = 0;
     std::vector<double> bytes = {};  // home's strategy by copy's, or empty
+    double in_place_bytes = kInfinity;
 
     double at(int home, int copy) const {
         return bytes.empty() ? 0 : bytes[static_cast<std::size_t>(home) * num_strategies + copy];
@@ -144,7 +146,7 @@ struct Problem {
         if (!is_at_home(plan, number)) {
             const Option& home = chosen(plan, call.home);
             const double spared = option.same_mesh(home) ? call.spared.at(home.strategy, option.strategy) : 0;
-            filling = option.copy_bytes;
+            filling = option.copy_bytes - std::max(spared - call.spared.in_place_bytes, 0.0);
             running = option.static_bytes + option.dynamic_bytes + std::max(option.copy_bytes - spared, 0.0);
         }
         for (const KeptCopy& copy : kept) {

@@ -21,7 +21,7 @@ from realhf.dataflow.offload import check_offload
 from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.dataflow.rationale import Rationale
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, chunk_layers
-from realhf.geometry.micro_dp import contains, grouped_like
+from realhf.geometry.micro_dp import contains, contains_home, grouped_like
 from realhf.geometry.shards import shard_boxes
 
 FORMAT = "execution-plan/1"
@@ -36,6 +36,9 @@ class CallCompute(
     recomputation, recomputed_layers, sequence_parallel, offload_states: of a train_step call; see `Computation`.
     data_parallel, prefetch: of the call that is its model's home, for all of the model's calls.
     decode_graphs: of a generate call; see `GenerationOptions`.
+    in_place: of a call whose copy of the parameters contains the home's on each device: the home's parameters give
+        their memory to the copy, and are not there while the rest of it is filled. Where memory allows both, that costs
+        time for nothing.
     """
 
     recomputation: Recomputation | None = None
@@ -45,6 +48,7 @@ class CallCompute(
     prefetch: bool | None = None
     offload_states: bool | None = None
     decode_graphs: GraphLife | None = None
+    in_place: bool | None = None
 
     @property
     def chosen(self) -> dict[str, str | int | ModeRules]:
@@ -63,6 +67,7 @@ _COMPUTE_TEXT: dict[str, Callable[[Any], str]] = {
     "data_parallel": lambda way: way if isinstance(way, str) else "modes by operator",
     "prefetch": lambda on: "prefetch" if on else "no prefetch",
     "offload_states": lambda on: "states in host memory" if on else "states on the device",
+    "in_place": lambda on: "copy filled in place" if on else "copy filled beside the home",
     "decode_graphs": lambda life: {"kept": "graphs kept", "call": "graphs of a call", "off": "no graphs"}[life],
 }
 AS_SET_UP = CallCompute()
@@ -435,6 +440,9 @@ def _check_compute(plan: ExecutionPlan, graph: DataflowGraph) -> None:
             if field == "decode_graphs":
                 _check_graphs(definition, f"{says} generate calls", value)
                 continue
+            if field == "in_place":
+                _check_in_place(plan, name, plan.calls[home], definition.config)
+                continue
             if field not in _OF_HOMES and not definition.trains:
                 raise UserError(f"{says} train_step calls, and this one trains nothing; leave it out")
         if isinstance(rules := call.compute.data_parallel, tuple):
@@ -446,6 +454,21 @@ def _check_compute(plan: ExecutionPlan, graph: DataflowGraph) -> None:
                 f"{name} is planned with compute={call.compute.chosen} but {home} trains the same model with "
                 f"compute={plan.calls[home].compute.chosen}; give all train_step calls of one model the same compute"
             )
+
+
+def _check_in_place(plan: ExecutionPlan, name: str, home: CallPlan, config: DecoderConfig) -> None:
+    """Raises UserError where the home's parameters cannot go into a call's copy before the rest of it comes."""
+    call, copies = plan.calls[name], plan.copies
+    says = f"{name}: compute has in_place={call.compute.in_place}, which is for"
+    if not contains_home(config.num_layers, home.layout, call.layout):
+        raise UserError(
+            f"{says} copies on the home's devices that contain its part on each; {call.layout} has another part than "
+            f"{home.layout}, or is the home: leave it out"
+        )
+    if name in copies or name in copies.values():
+        raise UserError(
+            f"{says} copies that come from the home, and are kept for no other call; leave it out, or copy_from"
+        )
 
 
 def _check_modes(name: str, layout: Layout, rules: ModeRules, config: DecoderConfig) -> None:

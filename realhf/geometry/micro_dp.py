@@ -22,6 +22,15 @@ def contains(outer: Layout, inner: Layout, num_layers: int) -> bool:
     )
 
 
+def contains_home(num_layers: int, home: Layout, layout: Layout) -> bool:
+    """Whether a copy in `layout`, which is not the home's, lies on the same devices and contains the home's parameters
+    on each."""
+    if layout.mesh != home.mesh or layout == home:
+        return False
+    # With groups it contains the home, and a look takes long.
+    return grouped_like(home, layout, num_layers) == layout or contains(layout, home, num_layers)
+
+
 @lru_cache(maxsize=65536)
 def _contains(outer: ParallelStrategy, inner: ParallelStrategy, num_layers: int) -> bool:
     """Where both are on the same devices it does not matter on which."""

@@ -40,6 +40,8 @@ def copies_worth(task: PlanningTask, prediction: Prediction) -> list[Worth]:
 def with_sources(plan: ExecutionPlan, copies: Mapping[str, str]) -> ExecutionPlan:
     """The plan, without an order, in which the copies of these calls alone come from other calls' copies."""
     calls = {name: structs.replace(call, copy_from=copies.get(name)) for name, call in plan.calls.items()}
+    for name in {*copies, *copies.values()}:  # of these copies no home gives its memory away
+        calls[name] = structs.replace(calls[name], compute=structs.replace(calls[name].compute, in_place=None))
     return structs.replace(plan, calls=calls, order=())
 
 

@@ -96,6 +96,31 @@ def fastest_order(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem
     return min(predictions, key=lambda prediction: prediction.step_s)
 
 
+def with_copies_in_place(task: PlanningTask, plan: ExecutionPlan) -> ExecutionPlan | None:
+    """The plan with no more copies filled in place (`CallCompute.in_place`) than it needs to fit into memory; None
+    where it does not fit with all of them."""
+
+    def filled(names: Sequence[str]) -> ExecutionPlan:
+        calls = {
+            name: structs.replace(call, compute=structs.replace(call.compute, in_place=True)) if name in names else call
+            for name, call in plan.calls.items()
+        }
+        return structs.replace(plan, calls=calls)
+
+    def fits(names: Sequence[str]) -> bool:
+        problem = problem_of(task, filled(names))
+        needs = device_needs(native_problem(problem), [0] * len(problem.calls))
+        return max(need.peak_bytes for need in needs) <= task.cluster.device_memory_bytes
+
+    chosen = [call.name for call in problem_of(task, plan).calls if call.spared]
+    if not fits(chosen):
+        return None
+    for name in list(chosen):
+        if fits(rest := [other for other in chosen if other != name]):
+            chosen = rest
+    return filled(chosen)
+
+
 def possible_orders(starts: Sequence[tuple[str, int, float]], plan: ExecutionPlan, graph: DataflowGraph) -> list[Order]:
     """Orders that agree with the simulated `starts`, (call, step, start_s), and can be run; the last one, step after
     step, always can.

@@ -23,7 +23,7 @@ from realhf.planning.model.cluster import Cluster, halves, has_all_meshes
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.reallocation import with_groups
 from realhf.planning.options import Option, chosen, num_ways, option_of, options_to_search
-from realhf.planning.predict import Prediction, fastest_order, predict_in_best_order
+from realhf.planning.predict import Prediction, fastest_order, predict_in_best_order, with_copies_in_place
 from realhf.planning.presets import PresetResult, evaluate_presets
 from realhf.planning.problem.builder import build_problem, steps_of
 from realhf.planning.problem.native import Found, NativeProblem, SearchRequest, native_problem, search_problem
@@ -413,14 +413,18 @@ def _choice(plan: ExecutionPlan, options: dict[str, list[Option]]) -> list[int]:
 
 
 def _ordered(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem, choice: Sequence[int]) -> Prediction:
-    """The plan in the fastest of its possible orders, grouped as its homes if that fits."""
+    """The plan in the fastest of its possible orders, grouped as its homes if that fits, with copies filled in place
+    where it would not fit otherwise."""
     calls = with_groups(plan.calls, task.homes, task.graph, task.cluster)
-    prediction = fastest_order(task, msgspec.structs.replace(plan, calls=calls), native, choice)
+    grouped = msgspec.structs.replace(plan, calls=calls)
+    prediction = fastest_order(task, grouped, native, choice)
     if prediction.fits:
         return prediction
-    # Grouped calls may need communicators where others were shared.
-    plain = fastest_order(task, plan, native, choice)
-    return plain if plain.fits else prediction
+    for other in (plan, with_copies_in_place(task, grouped), with_copies_in_place(task, plan)):
+        # Not grouped: grouped calls may need communicators where others were shared.
+        if other and (there := fastest_order(task, other, native, choice)).fits:
+            return there
+    return prediction
 
 
 def _noted(prediction: Prediction, certificate: Certificate | None = None) -> Prediction:

@@ -94,6 +94,7 @@ class ModelWorker:
         self._mailbox = Mailbox(self._store, self._timeout_s, of_host)
         self._interfaces = self._load_interfaces()
         self._models: dict[tuple[str, Layout], EngineModel] = {}
+        self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
         for name, home in run.homes.items():
             if rank in home.mesh.devices:
                 self._set_activity(f"setup: model {name}")
@@ -101,7 +102,6 @@ class ModelWorker:
                 logger.info("model %s is here, %s", name, home)
                 if name in run.plan.offload:
                     self._models[name, home].residency.offload()  # before the next one is built
-        self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
         # Others may have a step's calls before theirs.
         longest_s = (len(run.experiment.graph.calls) + 1) * self._timeout_s
         self._move_thread = MoveThread(channels, self._moves.carry_out, device, longest_s)

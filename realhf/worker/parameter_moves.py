@@ -8,7 +8,7 @@ import torch
 
 from realhf.dataflow.copies import takers_of
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
-from realhf.engine.residency.residency import Boxes, Where
+from realhf.engine.residency.residency import Boxes, Residency, Where
 from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
@@ -16,7 +16,7 @@ from realhf.realloc.execute.carriers import Carrier, TorchCarrier, carrier_betwe
 from realhf.realloc.execute.checksum import SumsByPeer
 from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.verification import LentParts, VerificationSchedule, verify
-from realhf.realloc.plan.planner import plan_between
+from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
 from realhf.rundir.run import Run
 from realhf.transport.messages import FollowParameters, Move, PrepareMove, Reallocate, Release
 
@@ -28,7 +28,7 @@ class ParameterMoves:
 
     Between calls a copy has no memory, but the modules on its parameters stay: they are built once. Where a copy
     contains the home's part, the home's parameters have no memory during the call, and readers of the home find them in
-    the copy.
+    the copy. Copies that a plan has filled in place (`CallCompute.in_place`) never have memory beside their home.
 
     `carry_out` is for one thread (`realhf.worker.move_thread`), the rest for the one that executes calls. Both may use
     one home at the same time: this worker sends from it while a call on a copy of it ends. Nothing else overlaps:
@@ -39,7 +39,8 @@ class ParameterMoves:
     Args:
         groups: process groups of the run's layouts. Every rank makes this object after them, because it may make a
             group for its own messages.
-        models: the models on this worker, by name and layout; homes exist from the start, copies are added.
+        models: the models on this worker, by name and layout; copies are added, those that are filled in place at once:
+            made before the homes, they take memory for their modules while there is none of these.
     """
 
     def __init__(self, run: Run, rank: int, device: torch.device, groups: GroupTable, models: Models):
@@ -53,6 +54,9 @@ class ParameterMoves:
         # Its own deadline comes after that of a bucket, whose error names the awaited message.
         is_needed = groups.spans_hosts and _moves_anything(run)
         self._across_hosts = group_of_all_ranks(device, 2 * self._timeout_s) if is_needed else None
+        for call, planned in run.plan.calls.items():
+            if planned.compute.in_place and rank in planned.mesh.devices:
+                self._build(run.experiment.graph.model_calls[call].model_name, planned.layout).free()
 
     def prepare(self, request: PrepareMove) -> None:
         """Memory for the copy that the move will fill here, if it fills one."""
@@ -60,13 +64,11 @@ class ParameterMoves:
         if layout == self._run.homes[name] or self._rank not in layout.mesh.devices:
             return
         if copy := self._models.get((name, layout)):
-            if (name, layout) not in self._uses:  # else the other thread may be about to free it, before it allocates
+            # Used by others, the other thread may be about to free it, before it allocates.
+            if (name, layout) not in self._uses and not self._is_filled_in_place(request.name):
                 copy.residency.allocate()
             return
-        setup, architecture = self._run.experiment.setups[name], self._run.experiment.graph.models[name]
-        dtype, groups = getattr(torch, setup.dtype), self._groups.groups(layout)
-        spec = ModelSpec(architecture, groups, dtype, self._device, timeout_s=self._timeout_s)
-        self._models[name, layout] = build_model(setup.backend, spec)
+        self._build(name, layout)
 
     def carry_out(self, move: Move) -> None:
         """Does this worker's part of a move; when it returns, the parameters that come here are complete.
@@ -96,7 +98,8 @@ class ParameterMoves:
                 if lent := self._lent.pop(request.model, None):
                     lent.verify(home.residency.held(), rank=self._rank, model_name=request.model)
             self._finish_on_device()  # the other thread's stream may read the home next
-            copy.residency.free()
+            if copy.residency.where is Where.HERE:  # else its memory went as the home's came
+                copy.residency.free()
 
     def select(self, model: EngineModel, name: str, version: int) -> None:
         """Makes a version of its parameters the one that `model`, here under `name`, computes with. Raises LookupError
@@ -106,9 +109,22 @@ class ParameterMoves:
                 model.residency.select_version(version)
                 self._finish_on_device()
 
+    def _build(self, name: str, layout: Layout) -> Residency:
+        """A copy of a model, with memory for its parameters."""
+        setup, architecture = self._run.experiment.setups[name], self._run.experiment.graph.models[name]
+        dtype, groups = getattr(torch, setup.dtype), self._groups.groups(layout)
+        spec = ModelSpec(architecture, groups, dtype, self._device, timeout_s=self._timeout_s)
+        self._models[name, layout] = copy = build_model(setup.backend, spec)
+        return copy.residency
+
+    def _is_filled_in_place(self, call: str) -> bool:
+        """Whether the home of a call's model is lent before its copy is filled, and not behind that."""
+        planned = self._run.plan.calls.get(call)
+        return planned is not None and bool(planned.compute.in_place)
+
     def _reallocate(self, move: Reallocate) -> None:
         run, name, layout = self._run, move.model, move.layout
-        trains = move.batch.split == "train"
+        trains, in_place = move.batch.split == "train", self._is_filled_in_place(move.call)
         from_layout = self._source_layout(move)
         home, source, target = (self._models.get((name, at)) for at in (run.homes[name], from_layout, layout))
         is_home = from_layout == run.homes[name]
@@ -118,29 +134,41 @@ class ParameterMoves:
             Placement(layout),
             run.spec.devices_per_node,
             element_bytes=getattr(torch, run.experiment.setups[name].dtype).itemsize,
+            # Two are in memory at a time; where the home's parameters are not, both together are one.
+            bucket_bytes=DEFAULT_BUCKET_BYTES // 2 if in_place else DEFAULT_BUCKET_BYTES,
         )
         carrier = self._carrier(from_layout, layout)
         takers = takers_of(run.plan.copies, move.call) if trains else []
         with self._resting(name):
+            if home is not None and target is not None:
+                home.residency.select_version(move.version)  # which it may lend; nothing computes here now
+            is_verified = self._verification.is_due(name, layout, move.batch.step)
+            if in_place and home is not None and target is not None:
+                self._lend(name, home.residency, target.residency, is_verified=is_verified, in_place=True)
             if target is not None:
                 target.residency.allocate()  # the last who took from it may have freed it only now
                 target.residency.begin_at_version(move.version)
-                if home is not None:
-                    home.residency.select_version(move.version)  # which it may lend; nothing computes here now
             boxes = _boxes(source, move.version), _boxes(target)
             part = Reallocation(plan, self._rank, *boxes, carrier, name, self._timeout_s)
             execute(part)
-            if is_verified := self._verification.is_due(name, layout, move.batch.step):
+            if is_verified:
                 verify(part)
             self._finish_on_device()
             if source is not None and not is_home:
                 self._used(name, from_layout)
             if target is not None and takers:
                 self._uses[name, layout] = 1 + len(takers)
-            elif home is not None and target is not None:
-                home.residency.lend_to(target.residency)
-                if is_verified and home.residency.where is Where.LENT:
-                    self._lent[name] = LentParts(home.residency.readable())
+            elif home is not None and target is not None and not in_place:
+                self._lend(name, home.residency, target.residency, is_verified=is_verified)
+
+    def _lend(self, name: str, home: Residency, copy: Residency, *, is_verified: bool, in_place: bool = False) -> None:
+        """Lends the home to a copy; where the move is verified, it is noted for when the home is taken back."""
+        lent = LentParts(home.held()) if is_verified else None
+        home.lend_to(copy, in_place=in_place)
+        if lent is not None and home.where is Where.LENT:
+            if in_place:
+                lent.verify_copied(home.readable(), rank=self._rank, model_name=name)
+            self._lent[name] = lent
 
     def _source_layout(self, move: Reallocate) -> Layout:
         copied = self._run.plan.copies.get(move.call) if move.batch.split == "train" else None

@@ -10,15 +10,19 @@ from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.resolved import ResolvedExperiment
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
-from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
 from realhf.dataflow.splits import Split
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
+from realhf.engine.residency.in_place import PageByPage, Sides
 from realhf.engine.residency.residency import Where
 from realhf.parallel.groups import GroupTable
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.verification import VerificationError
+from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 from realhf.rundir.run import Run, RunSpec
 from realhf.transport.messages import BatchKey, FollowParameters, PrepareMove, Reallocate, Release
+from realhf.worker import parameter_moves
 from realhf.worker.parameter_moves import ParameterMoves
 from tests.distributed.pool import run_distributed
 from tests.distributed.test_realloc import FlipsABit
@@ -93,9 +97,9 @@ class Worker:
             self.moves._carrier = carrier_between  # type: ignore[method-assign]
         return ""
 
-    def generate(self, step: int, is_disturbed: bool) -> str:
+    def generate(self, step: int, is_disturbed: bool, plan: ExecutionPlan = PLAN) -> str:
         """What is said where a bit of the copy, or none, flips while the actor generates."""
-        batch, layout = BatchKey("train", step), PLAN.layout("actor_generate")
+        batch, layout = BatchKey("train", step), plan.layout("actor_generate")
         name, model = "actor_generate", "actor"
         self.moves.prepare(PrepareMove(request_id=0, batch=batch, name=name, model=model, layout=layout))
         self.moves.carry_out(Reallocate(request_id=0, batch=batch, call=name, model=model, layout=layout, version=step))
@@ -272,3 +276,66 @@ def test_a_copy_is_kept_until_all_have_theirs_of_it() -> None:
         evaluated | gone,
         freed | gone,
     ]
+
+
+IN_PLACE = ExecutionPlan(
+    num_devices=2,
+    calls={
+        "actor_generate": CallPlan(devices=(0, 2), dp=2, compute=CallCompute(in_place=True)),
+        "reference_inference": CallPlan(devices=(1, 1)),
+        "actor_train_step": CallPlan(devices=(0, 2), tp=2),
+    },
+)
+
+
+class FlipsOneBit(PageByPage):
+    """A passage that hands on a bit more than there was."""
+
+    def lend(self, sides: Sides) -> None:
+        super().lend(sides)
+        sides.there()[0].view(-1).view(torch.int32)[2] ^= 1
+
+
+def filled_in_place(rank: int) -> list[object]:
+    table = GroupTable([IN_PLACE.layout(call) for call in IN_PLACE.calls], rank)
+    worker = Worker(rank, Run(run_with(1.0, 1).spec, run_with(1.0, 1).experiment, IN_PLACE), table)
+    home = worker.models["actor", IN_PLACE.layout("actor_train_step")].residency
+    layout = IN_PLACE.layout("actor_generate")
+    copy = worker.models["actor", layout].residency  # it is there from the start
+    batch, name = BatchKey("train", 0), "actor_generate"
+    worker.moves.prepare(PrepareMove(request_id=0, batch=batch, name=name, model="actor", layout=layout))
+    told: list[object] = [copy.where.name]
+    expected = ShardedModel(ModelSpec(TINY, table.groups(layout), torch.float32))
+    expected.initialise(seed=len("actor"))
+    before = [tensor.clone() for _, tensor in home.held()]
+    looked: list[tuple[str, str, int, bool]] = []
+
+    def executed(part: Reallocation) -> None:
+        execute(part)
+        parts = zip(copy.held(), expected.residency.held(), strict=True)
+        is_whole = all(torch.equal(a, b) for (_, a), (_, b) in parts)
+        looked.append((home.where.name, copy.where.name, part.plan.bucket_bytes, is_whole))
+
+    parameter_moves.execute = executed  # type: ignore[assignment]  # in a process of its own
+    for is_disturbed in (False, True):
+        told.append(worker.generate(0, is_disturbed, IN_PLACE))
+        told.append((home.where.name, copy.where.name))
+        told.append(all(map(torch.equal, before, [tensor for _, tensor in home.held()])))
+    home._passage = FlipsOneBit()
+    try:
+        worker.generate(0, False, IN_PLACE)
+    except VerificationError as error:
+        told.append(str(error))
+    return [*told, *looked]
+
+
+def test_a_copy_is_filled_in_place_of_its_home() -> None:
+    places = ("HERE", "FREED")
+    for rank, told in enumerate(run_distributed(filled_in_place, 2)):
+        start, said, *first, noticed, back, is_same, lending, one, other = told
+        assert (start, said, *first) == ("FREED", "", places, True)
+        # The bit that flips in the copy lies in rank 0's part of the home.
+        assert str(noticed)[:49] == ("", "actor: rank 0 took other values back than it had ")[rank == 0]
+        assert (back, is_same) == (places, rank != 0)
+        assert str(lending).startswith(f"actor: rank {rank} lent other values to a copy than it had, of parameter ")
+        assert one == other == ("LENT", "HERE", DEFAULT_BUCKET_BYTES // 2, True)

@@ -24,7 +24,7 @@ from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, SMALL_CRITIC, FinishedRun, 
 MINIATURE = "miniature"
 SHARDED = ("--compute.data-parallel", "fsdp")
 PLANS = [MINIATURE, "computed", "generate_dp4_train_tp2_pp2", "mixed_disjoint"]
-SLOW_PLANS = ["dp4", "tp4", "pp4", "generate_on_two_critic_on_two", "interleaved", "grouped"]
+SLOW_PLANS = ["dp4", "tp4", "pp4", "generate_on_two_critic_on_two", "interleaved", "grouped", "in_place"]
 ALL_PLANS = [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)]
 # In float32 a plan says little that it does not say in float64.
 FLOAT32_PLANS = [

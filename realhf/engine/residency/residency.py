@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from realhf.engine.residency.in_place import Sides, passage_on
 from realhf.engine.residency.offload import HostCopy, allocate, free
 from realhf.geometry.boxes import Box
 from realhf.parallel.views import storage_id
@@ -62,6 +63,8 @@ class Residency:
         self._on_leaving, self._on_written = on_leaving, on_written
         self._where = Where.HERE
         self._in_copy: Boxes = []  # while they are lent: where they are
+        self._sides: Sides | None = None  # while they are lent in place
+        self._passage = passage_on(self._vectors[0].device)
         self.version = versions[0]
         others = [[torch.zeros_like(vector) for vector in self._vectors] for _ in versions[1:]]
         self._kept = dict(zip(versions, [self._vectors, *others], strict=True))
@@ -157,11 +160,16 @@ class Residency:
                 allocate(vector)
             self._where = Where.HERE
 
-    def lend_to(self, copy: "Residency") -> None:
+    def lend_to(self, copy: "Residency", *, in_place: bool = False) -> None:
         """Frees these parameters until `take_back_from`, if `copy` has all of them; else nothing happens.
 
-        So a model is not kept twice while it computes in another layout (HybridFlow, section 5.3).
+        So a model is not kept twice while it computes in another layout (HybridFlow, section 5.3). `in_place`: a copy
+        that contains them, freed or with arbitrary values, gets them here, and memory as these give theirs back; the
+        rest of it is arbitrary then.
         """
+        if in_place:
+            self._move_into(copy)
+            return
         there = by_name(copy.held())
         held = self.held()
         if all(holds(there, box) for box, _ in held):
@@ -170,16 +178,47 @@ class Residency:
             self._where = Where.LENT
 
     def take_back_from(self, copy: "Residency") -> None:
-        """The parameters as they were before `lend_to`, bit by bit, from a copy that did not change them."""
-        if self._where is Where.LENT:
-            self._where = Where.FREED
-            self.allocate()
+        """The parameters as they were before `lend_to`, bit by bit, from a copy that did not change them. One that got
+        them in place is freed on the way."""
+        if self._where is not Where.LENT:
+            return
+        if self._sides is None:
             for vector in self._vectors:
-                vector.zero_()  # the padding: norms and the optimizer count on zeros
-            there = by_name(copy.held())
-            for box, tensor in self._held():
-                tensor.copy_(part(there, box))
-            self._in_copy = []
+                allocate(vector)
+            for (_, tensor), (_, place) in zip(self._held(), self._in_copy, strict=True):
+                tensor.copy_(place)
+        else:
+            copy._leave(Where.FREED)
+            self._passage.take_back(self._sides)
+            self._sides = None
+        self._where = Where.HERE
+        self._in_copy = []
+        self._clear_padding()
+
+    def _move_into(self, copy: "Residency") -> None:
+        boxes, here = zip(*self.held(), strict=True)
+
+        def places() -> list[Tensor]:
+            there = by_name(copy._held())
+            return [part(there, box) for box in boxes]
+
+        self._leave(Where.LENT)
+        self._sides = Sides(home=self._vectors, copy=copy._vectors, here=here, there=places)
+        self._passage.lend(self._sides)
+        copy._where = Where.HERE
+        self._in_copy = list(zip(boxes, places(), strict=True))
+
+    def _clear_padding(self) -> None:
+        """Norms and the optimizer count on zeros there. No more is written than that: parameters are most of it."""
+        for vector in self._vectors:
+            done = 0
+            parts = [tensor for _, tensor in self._held() if storage_id(tensor) == storage_id(vector)]
+            for tensor in sorted(parts, key=Tensor.storage_offset):
+                assert tensor.is_contiguous(), "padding is what lies between the parameters"
+                start = int(tensor.storage_offset())
+                vector[done:start].zero_()
+                done = start + tensor.numel()
+            vector[done:].zero_()
 
     def offload(self) -> None:
         """Moves parameters, all versions, and optimizer states to host memory until `load`; frees the gradient.

@@ -124,15 +124,6 @@ def with_groups(
     return result
 
 
-def contains_home(model: DecoderConfig, home: Layout, layout: Layout) -> bool:
-    """Whether a copy in `layout`, which is not the home's, lies on the same devices and contains the home's parameters
-    on each."""
-    if layout.mesh != home.mesh or layout == home:
-        return False
-    # With groups it contains the home, and a look takes long.
-    return grouped_like(home, layout, model.num_layers) == layout or contains(layout, home, model.num_layers)
-
-
 def moved_to_groups(model: DecoderConfig, home: ParallelStrategy, target: ParallelStrategy) -> tuple[int, int]:
     """As `moved_elements`, to a grouped layout: for each stage of the home what it is contained in, less its part."""
     sizes, interval = model_sizes(model), home.pp // target.pp

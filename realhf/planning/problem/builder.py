@@ -42,9 +42,10 @@ def build_problem(
     A model of the task's `offload` waits in host memory: it is loaded for each of its calls, on the devices of its
     home, and sent back behind it. Both occupy these devices alone; its memory counts in its own calls.
 
-    With `groups`, calls on the devices of their home count as grouped like it where they can be
-    (`realhf.planning.model.reallocation`). A copy that contains the home's part counts without it; where the home has
-    several layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
+    With `groups`, as in a search, calls on the devices of their home count as grouped like it where they can be
+    (`realhf.planning.model.reallocation`), and copies that contain the home's part as filled in place. A copy that
+    contains the home's part counts without it; where the home has several layouts to choose from, bytes of an option
+    cannot depend on which, and all of it counts.
 
     `copies` has the source of each call that takes its copy from another call's (`realhf.dataflow.copies`); the calls
     have one option each then.
@@ -90,6 +91,7 @@ def _call_table(rows: OptionRows, call: ModelFunctionCallDef, home: str, parents
         parents=parents,
         options=rows.rows(call),
         spared=list(rows.spared(call)),
+        in_place_bytes=rows.in_place_bytes(call),
     )
 
 

@@ -12,11 +12,12 @@ from realhf.architecture.compute import DataParallel
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallCompute
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.micro_dp import contains_home
 from realhf.geometry.shards import Placement
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.communicators import CommunicatorLabels, of_all_devices
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.reallocation import contains_home, grouped
+from realhf.planning.model.reallocation import grouped
 from realhf.planning.options import Option
 from realhf.planning.problem.tables import OptionRow
 from realhf.planning.task import PlanningTask
@@ -141,11 +142,19 @@ class OptionRows:
             mesh = DeviceMesh(0, kept.size)  # wherever it lies
             source, target = Layout(mesh, kept), Layout(mesh, copied)
             groups = grouped(source, target, call.config.num_layers, task.cluster) if numbers.groups else None
-            if contains_home(call.config, source, groups or target):
+            if contains_home(call.config.num_layers, source, groups or target):
                 at_home = model.under(CallCompute(data_parallel=data_parallel)).placed(kept)
                 key = (_home_label(task, home, at_home), str(copied))
                 found[key] = min(at_home.static_bytes(trained=False) + 2 * DEFAULT_BUCKET_BYTES, found.get(key, inf))
         yield from ((kept, copied, spared) for (kept, copied), spared in found.items())
+
+    def in_place_bytes(self, call: ModelFunctionCallDef) -> float | None:
+        """See `CallTable.in_place_bytes`: one bucket, where a search may have copies filled in place, or the plan does.
+
+        Two in a row are half as large then (`realhf.worker.parameter_moves`).
+        """
+        options = self._numbers.options[call.name]
+        return float(DEFAULT_BUCKET_BYTES) if self._numbers.groups or options[0].compute.in_place else None
 
     def _communicators(self, call: ModelFunctionCallDef) -> list[tuple[int, ...]]:
         """Of each option."""

@@ -47,7 +47,8 @@ class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
 class CallTable(msgspec.Struct, frozen=True, kw_only=True):
     """`home`: the call in whose layout the model's parameters live. `spared`: (home's strategy, strategy, bytes) for
     copies on the devices of their home: what is needed less while the call runs than while the copy is filled, since it
-    takes the place of the home's parameters."""
+    takes the place of the home's parameters. `in_place_bytes`: where such copies are filled in place, these bytes of it
+    are needed while they are filled, and no more; None: all of it, since the home's parameters are there until then."""
 
     name: str
     model: str
@@ -56,6 +57,7 @@ class CallTable(msgspec.Struct, frozen=True, kw_only=True):
     parents: Parents
     options: Annotated[list[OptionRow], msgspec.Meta(min_length=1)]
     spared: list[tuple[str, str, Amount]] = []
+    in_place_bytes: Amount | None = None
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):

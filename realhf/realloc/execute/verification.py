@@ -89,11 +89,24 @@ def verify(reallocation: Reallocation, *, arrived: SumsByPeer | None = None) -> 
 
 
 class LentParts:
-    """Bit sums of the parts that a rank lends to a copy of a model, to be compared when it has them back."""
+    """Bit sums of the parts that a rank lends to a copy of a model, to be compared in the copy, and when it has them
+    back."""
 
     def __init__(self, lent: Sequence[tuple[Box, Tensor]]):
         self._boxes = [box for box, _ in lent]
         self._sums = bit_sums([tensor for _, tensor in lent]) if lent else None
+
+    def verify_copied(self, copied: Sequence[tuple[Box, Tensor]], *, rank: int, model_name: str) -> None:
+        """`copied`: the same boxes in the same order, in the copy.
+
+        Raises:
+            VerificationError: a part is not as it was lent.
+        """
+        if differing := self._differing(copied):
+            raise VerificationError(
+                f"{model_name}: rank {rank} lent other values to a copy than it had, of parameter {_named(differing)}; "
+                f"a memory changed them: {_REMEDY}"
+            )
 
     def verify(self, returned: Sequence[tuple[Box, Tensor]], *, rank: int, model_name: str) -> None:
         """`returned`: the same boxes in the same order.
@@ -101,16 +114,18 @@ class LentParts:
         Raises:
             VerificationError: a part is not as it was lent.
         """
-        assert self._boxes == [box for box, _ in returned]
-        if self._sums is None:
-            return
-        differs = bit_sums([tensor for _, tensor in returned]) != self._sums
-        differing = [self._boxes[index] for index in differs.nonzero().flatten().tolist()]
-        if differing:
+        if differing := self._differing(returned):
             raise VerificationError(
                 f"{model_name}: rank {rank} took other values back than it had lent to a copy, of parameter "
                 f"{_named(differing)}; a memory changed them while the call in the copy's layout ran: {_REMEDY}"
             )
+
+    def _differing(self, parts: Sequence[tuple[Box, Tensor]]) -> list[Box]:
+        assert self._boxes == [box for box, _ in parts]
+        if self._sums is None:
+            return []
+        differs = bit_sums([tensor for _, tensor in parts]) != self._sums
+        return [self._boxes[index] for index in differs.nonzero().flatten().tolist()]
 
 
 _REMEDY = "go on from the last checkpoint, without that machine if it happens again"

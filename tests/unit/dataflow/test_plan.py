@@ -373,6 +373,8 @@ def test_how_calls_are_computed_in_words() -> None:
         CallCompute(decode_graphs="kept"): "graphs kept",
         CallCompute(decode_graphs="call"): "graphs of a call",
         CallCompute(decode_graphs="off"): "no graphs",
+        CallCompute(in_place=True): "copy filled in place",
+        CallCompute(in_place=False): "copy filled beside the home",
         CallCompute(): "",
     }
     assert [str(compute) for compute in said] == list(said.values())

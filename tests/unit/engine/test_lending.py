@@ -63,6 +63,26 @@ def test_parameters_come_back_bit_by_bit_and_training_goes_on_as_without(dtype: 
     assert not torch.equal(home.parameters.flat, before)
 
 
+def test_in_place_the_copy_gets_the_parameters_and_gives_its_memory_back() -> None:
+    home, other = trained(torch.float32), trained(torch.float32)
+    before, once = home.parameters.flat.clone(), parameter_bytes(home)
+    copy = ShardedModel(ModelSpec(TINY, ONE_RANK, torch.float32))
+    copy.residency.free()
+    for _ in range(2):
+        home.residency.lend_to(copy.residency, in_place=True)
+        assert (home.residency.where, copy.residency.where) == (Where.LENT, Where.HERE)
+        assert parameter_bytes(home, copy) == once
+        parts = zip(home.residency.readable(), copy.residency.held(), other.residency.held(), strict=True)
+        assert all(torch.equal(a, c) and torch.equal(b, c) for (_, a), (_, b), (_, c) in parts)
+        home.residency.take_back_from(copy.residency)
+        assert (home.residency.where, copy.residency.where) == (Where.HERE, Where.FREED)
+        assert parameter_bytes(home, copy) == once
+        assert torch.equal(home.parameters.flat, before)  # the padding too
+    step(home)
+    step(other)
+    assert torch.equal(home.parameters.flat, other.parameters.flat)
+
+
 USES: dict[str, Callable[[ShardedModel], object]] = {
     "training": step,
     "inference": lambda model: model.forward(BATCH, "tokens", split_like, 1),

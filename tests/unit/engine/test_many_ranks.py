@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
@@ -88,8 +89,9 @@ class Communicators(TorchDispatchMode):
                 self.used.add(("pair", tuple(sorted((self.rank, ranks[args[2]])))))
             else:
                 self.used.add(("group", ranks))
-            if name == "recv_":
-                args[0][0].zero_()
+            if name not in ("send", "broadcast_", "allreduce_", "barrier"):  # all that may come into fresh memory
+                for tensor in tree_leaves(args[0]):
+                    tensor.zero_()
         return operator(*args, **(kwargs or {}))
 
 

@@ -162,6 +162,7 @@ def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Probl
                 parents=parents,
                 options=options,
                 spared=spared,
+                in_place_bytes=None if i % 2 else float(seed % 9),
             )
         )
     for number in range(rng.randint(0, 4)):

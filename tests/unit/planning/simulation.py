@@ -129,8 +129,11 @@ def _needed_bytes(placed: _Placed, source: OptionRow, waiting: Sequence[KeptCopy
         spared = {
             (of_home, of_copy): saved for of_home, of_copy, saved in call.spared if home.devices == option.devices
         }
-        copied = max(option.copy_bytes - spared.get((home.strategy, option.strategy), 0.0), 0.0)
+        less = spared.get((home.strategy, option.strategy), 0.0)
+        copied = max(option.copy_bytes - less, 0.0)
         filling, running = option.copy_bytes, option.static_bytes + option.dynamic_bytes + copied
+        if call.in_place_bytes is not None:
+            filling -= max(less - call.in_place_bytes, 0.0)
     for copy in waiting:
         if call.name not in copy.beside or (call.name in copy.takers and _same_layout(source, option)):
             continue  # what it takes over is its own copy

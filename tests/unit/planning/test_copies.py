@@ -6,13 +6,14 @@ import pytest
 from msgspec import structs
 
 from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
 from realhf.cli.plan_tables import choice_lines
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan, check_plan
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.certificate import Certificate
 from realhf.planning.clusters import parse_cluster
-from realhf.planning.copies import copies_worth, with_best_copies
+from realhf.planning.copies import copies_worth, with_best_copies, with_sources
 from realhf.planning.explain.comparison import describe, explain
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.sizes import model_sizes
@@ -23,6 +24,7 @@ from realhf.planning.problem.tables import CallTable, KeptCopy, OptionRow, Probl
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
+from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 from realhf.report.plan_section import plan_section
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, settings, task_of, with_memory
 
@@ -149,6 +151,22 @@ def test_a_kept_copy_takes_nothing_from_its_home() -> None:
     [spared] = [call.spared for call in problem_of(TASK, plan).calls if call.name == "first"]
     assert spared
     assert [call.spared for call in problem_of(TASK, copying(plan)).calls if call.name == "first"] == [[]]
+
+
+def test_a_kept_copy_is_not_filled_in_place() -> None:
+    home = CallPlan(devices=(2, 2), tp=2)
+    in_place = structs.replace(WHOLE, compute=CallCompute(in_place=True))
+    plan = plan_of(in_place, CallPlan(devices=(0, 2), dp=2), home)
+    tables = {call.name: call.in_place_bytes for call in problem_of(TASK, plan).calls}
+    assert tables == {"first": DEFAULT_BUCKET_BYTES, "reward_inference": None, "second": None, "train": None}
+    check_plan(plan, TASK.graph, TASK.batch_size)
+    copying_too = copying(plan)
+    with pytest.raises(UserError, match="first: compute has in_place=True, which is for copies that come from the"):
+        check_plan(copying_too, TASK.graph, TASK.batch_size)
+    assert with_sources(plan, {"second": "first"}) == copying(plan_of(WHOLE, CallPlan(devices=(0, 2), dp=2), home))
+    elsewhere = plan_of(structs.replace(HALVES, compute=in_place.compute), WHOLE, home=HOME)
+    with pytest.raises(UserError, match="first: compute has in_place=True, which is for copies on the home's devices"):
+        check_plan(elsewhere, TASK.graph, TASK.batch_size)
 
 
 def test_the_choice_of_sources() -> None:

@@ -6,24 +6,27 @@ import pytest
 from msgspec.structs import replace
 
 from realhf.architecture.model import DecoderConfig
-from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.geometry.micro_dp import grouped_like
+from realhf.geometry.micro_dp import contains_home, grouped_like
 from realhf.geometry.shards import Placement
+from realhf.planning import search
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.reallocation import (
     Reallocation,
-    contains_home,
     grouped,
     moved_elements,
     moved_to_groups,
     with_groups,
 )
 from realhf.planning.options import Option
-from realhf.planning.predict import predict
+from realhf.planning.predict import predict, with_copies_in_place
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import reallocation_table
+from realhf.planning.request import SearchBudget
+from realhf.planning.search import search_plan
+from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
 from tests.unit.planning.graphs import TINY, call_options, cpu_cluster, ppo, settings, task_of
 
@@ -126,6 +129,38 @@ def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     assert predict(task_of(graph, **shared), arranged).plan.calls["actor_generate"].micro_dp == (2, 1)
 
 
+def test_a_search_finds_copies_that_fit_only_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both layouts are given, and the memory is between that of a copy beside its home and that of one in place."""
+    graph = ppo(mini_batches=1)
+    beside = with_home(dp=2, tp=2, micro_dp=(2, 1))
+
+    def task_with(memory: int) -> PlanningTask:
+        return task_of(graph, max_steps_in_flight=1, **settings(graph, cpu_cluster(4, memory=memory), batch_size=4))
+
+    large = task_with(2**34)
+    needed = predict(large, beside).peak_bytes
+    task = task_with(round(needed) - 1)
+    assert not predict(task, beside).fits
+    found = with_copies_in_place(task, beside)
+    assert found is not None
+    assert [name for name, call in found.calls.items() if call.compute.in_place] == ["actor_generate"]
+    prediction = predict(task, found)
+    home_bytes = PlacedModel(TINY, ParallelStrategy(tp=4), "float32").parameter_bytes()
+    assert prediction.fits
+    assert needed - prediction.peak_bytes == home_bytes + DEFAULT_BUCKET_BYTES
+    assert with_copies_in_place(large, beside) == beside
+    assert with_copies_in_place(task_with(round(prediction.peak_bytes) - 1), beside) is None
+
+    options = {name: [Option(call.layout, call.micro_batches)] for name, call in with_home(dp=2, tp=2).calls.items()}
+    monkeypatch.setattr(search, "worthwhile_options", lambda task: options)
+    monkeypatch.setattr(search, "evaluate_presets", lambda task, watch: ())
+    plan = search_plan(task, SearchBudget(evaluations=10)).plan
+    assert {name: (call.layout, call.compute) for name, call in plan.calls.items()} == {
+        name: (call.layout, call.compute) for name, call in found.calls.items()
+    }
+    check_plan(plan, graph, 4)
+
+
 def test_a_table_of_moves_knows_groups() -> None:
     home, target = layout(4, 4, 1), layout(4, 2, 1)
     arranged = grouped_like(home, target, TINY.num_layers)
@@ -138,8 +173,8 @@ def test_a_table_of_moves_knows_groups() -> None:
 
 def test_what_contains_the_home() -> None:
     home, copy = layout(4, 4, 1), layout(4, 1, 1)
-    assert contains_home(TINY, home, copy)
-    assert not contains_home(TINY, home, layout(4, 2, 1))  # device 1 has another part there
-    assert not contains_home(TINY, home, home)  # no copy
-    assert not contains_home(TINY, home, layout(4, 1, 1, first=4))
-    assert contains_home(TINY, layout(4, 2, 1), copy)
+    assert contains_home(TINY.num_layers, home, copy)
+    assert not contains_home(TINY.num_layers, home, layout(4, 2, 1))  # device 1 has another part there
+    assert not contains_home(TINY.num_layers, home, home)  # no copy
+    assert not contains_home(TINY.num_layers, home, layout(4, 1, 1, first=4))
+    assert contains_home(TINY.num_layers, layout(4, 2, 1), copy)

@@ -472,3 +472,27 @@ def test_a_copy_takes_the_place_of_its_home(
     second = structs.replace(second, home="a", spared=spared)
     native = native_problem(structs.replace(problem, calls=[first, second]))
     assert device_needs(native, [0, 0])[0].peak_bytes == peak
+
+
+@pytest.mark.parametrize(
+    ("in_place_bytes", "devices", "peak"),
+    [
+        (None, (0, 2), 10 + 9),
+        (2.0, (0, 2), 10 + 9 - (6 - 2)),
+        (0.0, (0, 2), 10 + 9 - 6),
+        (8.0, (0, 2), 10 + 9),
+        (2.0, (0, 1), 10 + 9),  # on other devices than the home's
+    ],
+)
+def test_a_copy_that_is_filled_in_place_takes_its_homes_place_at_once(
+    in_place_bytes: float | None, devices: tuple[int, int], peak: float
+) -> None:
+    rows = {
+        "a": row((0, 2), 1.0, "h", static_bytes=10.0),
+        "b": row(devices, 1.0, "c", static_bytes=0.0, dynamic_bytes=0.0, copy_bytes=9.0),
+    }
+    problem = problem_of(rows)
+    [first, second] = problem.calls
+    second = structs.replace(second, home="a", spared=[("h", "c", 6.0)], in_place_bytes=in_place_bytes)
+    native = native_problem(structs.replace(problem, calls=[first, second]))
+    assert device_needs(native, [0, 0])[0].peak_bytes == peak

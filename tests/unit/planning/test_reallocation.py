@@ -10,13 +10,12 @@ from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import CallPlan
 from realhf.dataflow.protocols import DP_PROTO, THREE_D_PROTO
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.geometry.micro_dp import grouped_like
+from realhf.geometry.micro_dp import contains_home, grouped_like
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.reallocation import (
     Reallocation,
-    contains_home,
     grouped,
     grouped_reallocations,
     moved_elements,
@@ -130,15 +129,17 @@ def test_copies_that_contain_their_home() -> None:
     home, copy = layout(4, 4, 1), layout(4, 2, 1)
     arranged = grouped_like(home, copy, TINY.num_layers)
     assert arranged is not None
-    assert contains_home(TINY, home, arranged)
-    assert not contains_home(TINY, home, copy)
-    assert contains_home(TINY, home, layout(4, 1, 1))
-    assert not contains_home(TINY, home, home)
-    assert not contains_home(TINY, home, layout(4, 1, 1, first=4))
+    assert contains_home(TINY.num_layers, home, arranged)
+    assert not contains_home(TINY.num_layers, home, copy)
+    assert contains_home(TINY.num_layers, home, layout(4, 1, 1))
+    assert not contains_home(TINY.num_layers, home, home)
+    assert not contains_home(TINY.num_layers, home, layout(4, 1, 1, first=4))
     # Groups of another home: they contain this one here, or not.
     others = Layout(copy.mesh, structs.replace(copy.strategy, micro_dp=(1, 2)))
-    assert not contains_home(TINY, home, others)
-    assert contains_home(TINY, layout(4, 2, 2), Layout(home.mesh, ParallelStrategy(2, 2, 1, micro_dp=(1, 2))))
+    assert not contains_home(TINY.num_layers, home, others)
+    assert contains_home(
+        TINY.num_layers, layout(4, 2, 2), Layout(home.mesh, ParallelStrategy(2, 2, 1, micro_dp=(1, 2)))
+    )
 
 
 @pytest.mark.parametrize(
