@@ -35,7 +35,7 @@ class CallCompute(
 
     recomputation, recomputed_layers, sequence_parallel, offload_states: of a train_step call; see `Computation`.
     data_parallel, prefetch: of the call that is its model's home, for all of the model's calls.
-    decode_graphs: of a generate call; see `GenerationOptions`.
+    decode_graphs, kv_cache_tokens: of a generate call; see `GenerationOptions`.
     """
 
     recomputation: Recomputation | None = None
@@ -45,6 +45,7 @@ class CallCompute(
     prefetch: bool | None = None
     offload_states: bool | None = None
     decode_graphs: GraphLife | None = None
+    kv_cache_tokens: int | None = None
 
     @property
     def chosen(self) -> dict[str, str | int | ModeRules]:
@@ -64,9 +65,11 @@ _COMPUTE_TEXT: dict[str, Callable[[Any], str]] = {
     "prefetch": lambda on: "prefetch" if on else "no prefetch",
     "offload_states": lambda on: "states in host memory" if on else "states on the device",
     "decode_graphs": lambda life: {"kept": "graphs kept", "call": "graphs of a call", "off": "no graphs"}[life],
+    "kv_cache_tokens": lambda tokens: f"KV cache of {tokens:,} tokens",
 }
 AS_SET_UP = CallCompute()
 _OF_HOMES = ("data_parallel", "prefetch")
+_OF_GENERATIONS = ("decode_graphs", "kv_cache_tokens")
 
 
 class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -432,8 +435,8 @@ def _check_compute(plan: ExecutionPlan, graph: DataflowGraph) -> None:
                 raise UserError(
                     f"{says} the home of model {definition.model_name!r}; leave it out, or say it of {home}"
                 )
-            if field == "decode_graphs":
-                _check_graphs(definition, f"{says} generate calls", value)
+            if field in _OF_GENERATIONS:
+                _check_generation(definition, f"{says} generate calls", field, value)
                 continue
             if field not in _OF_HOMES and not definition.trains:
                 raise UserError(f"{says} train_step calls, and this one trains nothing; leave it out")
@@ -470,13 +473,13 @@ def _check_recomputed(name: str, call: CallPlan, number: int, config: DecoderCon
         )
 
 
-def _check_graphs(definition: ModelFunctionCallDef, says: str, value: object) -> None:
-    fixed = getattr(definition.interface_impl, "decode_graphs", None)
+def _check_generation(definition: ModelFunctionCallDef, says: str, field: str, value: object) -> None:
+    fixed = getattr(definition.interface_impl, field, None)
     if not definition.generates:
         raise UserError(f"{says}, and this one generates nothing; leave it out")
     if fixed not in (None, value):
         raise UserError(
-            f"{says} that leave it open, and the experiment fixes decode_graphs={fixed!r}; leave it out of the plan, "
+            f"{says} that leave it open, and the experiment fixes {field}={fixed!r}; leave it out of the plan, "
             "or out of the experiment"
         )
 

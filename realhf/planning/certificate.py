@@ -6,7 +6,7 @@ from realhf.planning.task import Breadth
 
 LIMITS = {
     "all": "",
-    "computation": "without chunks, moved optimizer states or modes of operators",
+    "computation": "without chunks, moved optimizer states, modes of operators or smaller KV caches",
     "plain": "without chunks, with calls computed as they are set up",
 }
 

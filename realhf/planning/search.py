@@ -200,7 +200,9 @@ def _with_wider(task: PlanningTask, best: SearchResult | None, near: _Sets) -> S
 
 def _is_wide(call: CallPlan) -> bool:
     """Whether a call has what only a search of all breadth looks at."""
-    return call.chunks > 1 or call.compute.offload_states is not None or isinstance(call.compute.data_parallel, tuple)
+    compute = call.compute
+    is_wide = compute.offload_states is not None or compute.kv_cache_tokens is not None
+    return call.chunks > 1 or is_wide or isinstance(compute.data_parallel, tuple)
 
 
 def _best_of(task: PlanningTask, sets: _Sets) -> SearchResult:

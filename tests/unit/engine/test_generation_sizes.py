@@ -11,7 +11,6 @@ from realhf.api.generation import GenerationOptions
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 from realhf.engine.generate import loop
-from realhf.engine.generate.batching import Limits
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.decode_layers import decode_layers
 from realhf.engine.generate.loop import (
@@ -23,6 +22,7 @@ from realhf.engine.generate.loop import (
     packed_weights,
 )
 from realhf.engine.interface import GenerationOutput, GenerationRequest
+from realhf.geometry.batching import Limits
 from realhf.models.decoder import Decoder
 from tests.unit.engine.decoder_boxes import build_decoder, initialise
 from tests.unit.engine.losses import ONE_RANK, tiny
