@@ -55,8 +55,8 @@ def smaller_caches(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequenc
     """Of `ways` those that generate all samples together, with less room for keys and values than these need at their
     longest (HybridFlow, section 6, algorithm 2): some parts of it, and the least, one sequence in each part in flight.
 
-    None where the experiment gives the room, or where all of it fits beside the homes of all models, each on all devices
-    with data parallelism alone. More micro-batches save the same memory, but run as few sequences at once as if
+    None where the experiment gives the room, or where all of it fits beside the homes of all models, each on all
+    devices with data parallelism alone. More micro-batches save the same memory, but run as few sequences at once as if
     all reached the limit; which of both is faster depends on the responses.
     """
     if not has_open_room(task, call):

@@ -1,0 +1,34 @@
+"""What memory a found plan leaves goes to its KV caches (HybridFlow, section 6, algorithm 2)."""
+
+from bisect import bisect_left
+
+from msgspec import structs
+
+from realhf.architecture.decoding import PAGE_TOKENS
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.planning.predict import Prediction, predict
+from realhf.planning.task import PlanningTask
+
+
+def with_room_left(task: PlanningTask, prediction: Prediction) -> Prediction:
+    """The plan with the largest KV cache that fits in place of each that the plan made smaller, one call after the
+    other, where its step gets shorter so. Its order stays as it is."""
+    best = prediction
+    for name, call in prediction.plan.calls.items():
+        if (room := call.compute.kv_cache_tokens) is None:
+            continue
+        work = task.call_models[name].under(call.compute).work(call.strategy, call.micro_batches)
+        page = work.parts_in_flight * PAGE_TOKENS
+        rooms = [*range(room, int(work.needed_tokens), page), None]
+        number = bisect_left(rooms, True, key=lambda each: not predict(task, _with_room(best.plan, name, each)).fits)
+        larger = predict(task, _with_room(best.plan, name, rooms[max(number - 1, 0)]))
+        if larger.fits and larger.step_s < best.step_s:
+            best = larger
+    return best
+
+
+def _with_room(plan: ExecutionPlan, name: str, room: int | None) -> ExecutionPlan:
+    """The plan with so many tokens in the KV cache of a call; None: enough for all sequences."""
+    call = plan.calls[name]
+    compute = structs.replace(call.compute, kv_cache_tokens=room)
+    return structs.replace(plan, calls={**plan.calls, name: structs.replace(call, compute=compute)})
