@@ -12,18 +12,18 @@ from realhf.planning.task import PlanningTask
 
 def with_room_left(task: PlanningTask, prediction: Prediction) -> Prediction:
     """The plan with the largest KV cache that fits in place of each that the plan made smaller, one call after the
-    other, where its step gets shorter so. Its order stays as it is."""
+    other, where its step gets shorter so: one for all sequences, which are then never computed again in memory of its
+    own, or else as much as there is. Its order stays as it is."""
     best = prediction
     for name, call in prediction.plan.calls.items():
         if (room := call.compute.kv_cache_tokens) is None:
             continue
         work = task.call_models[name].under(call.compute).work(call.strategy, call.micro_batches)
         page = work.parts_in_flight * PAGE_TOKENS
-        rooms = [*range(room, int(work.needed_tokens), page), None]
-        number = bisect_left(rooms, True, key=lambda each: not predict(task, _with_room(best.plan, name, each)).fits)
-        larger = predict(task, _with_room(best.plan, name, rooms[max(number - 1, 0)]))
-        if larger.fits and larger.step_s < best.step_s:
-            best = larger
+        plan, rooms = best.plan, range(room, int(work.needed_tokens), page)
+        too_large = bisect_left(rooms, True, key=lambda each: not predict(task, _with_room(plan, name, each)).fits)
+        larger = [predict(task, _with_room(plan, name, each)) for each in (None, rooms[max(too_large - 1, 0)])]
+        best = min((best, *(each for each in larger if each.fits)), key=lambda each: each.step_s)
     return best
 
 

@@ -13,7 +13,7 @@ from realhf.planning.model.lengths import DecodePhase, LengthDistribution
 
 # Larger generations are simulated in small: a part of the sequences in as large a part of the room, and several tokens
 # at a time. This many sequences, and steps of one sequence, take some ten milliseconds.
-MOST_SEQUENCES, MOST_STEPS = 64, 16_384
+MOST_SEQUENCES, MOST_STEPS = 256, 16_384
 
 
 @dataclass(frozen=True, kw_only=True)

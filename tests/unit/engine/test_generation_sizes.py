@@ -209,6 +209,17 @@ def test_a_budget_is_divided_among_the_parts_of_a_batch(decoder: Decoder) -> Non
         loop._running_batch(decoder, batch, request(kv_cache_tokens=95), workspace, runs, 0)
 
 
+def test_the_room_of_a_plan_holds_a_sequence_at_least(decoder: Decoder) -> None:
+    """An evaluation may have longer prompts than training; what the experiment gives is left as it is."""
+    batch = Batch((1, 2), {"prompt": [torch.tensor([3] * length) for length in (30, 20)]})
+    for planned, pages in ((1, 3), (64, 4), (1000, 5)):
+        workspace = Workspace()
+        generate(decoder, batch, request(planned_room=planned), workspace)
+        assert workspace.asked == [(0, pages, 2, 3)]
+    with pytest.raises(UserError, match="kv_cache_tokens=16 is room for 1 pages"):
+        generate(decoder, batch, request(kv_cache_tokens=16, planned_room=64), Workspace())
+
+
 def test_weights_are_packed_once_for_as_long_as_a_call_takes() -> None:
     """Those of one input together, the others by themselves."""
     model = build_decoder(tiny(num_layers=1), ONE_RANK, torch.float32)
