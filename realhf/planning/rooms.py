@@ -11,9 +11,8 @@ from realhf.planning.task import PlanningTask
 
 
 def with_room_left(task: PlanningTask, prediction: Prediction) -> Prediction:
-    """The plan with the largest KV cache that fits in place of each that the plan made smaller, one call after the
-    other, where its step gets shorter so: one for all sequences, which are then never computed again in memory of its
-    own, or else as much as there is. Its order stays as it is."""
+    """The plan with a larger KV cache in place of each that the plan made smaller, one call after the other, where its
+    step gets shorter so: enough for all sequences, or else as much as fits. Its order stays as it is."""
     best = prediction
     for name, call in prediction.plan.calls.items():
         if (room := call.compute.kv_cache_tokens) is None:

@@ -21,7 +21,7 @@ from realhf.planning.task import PlanningTask
 Way = tuple[ParallelStrategy, int, CallCompute]  # strategy, number of micro-batches, computation
 
 PARTS = (0.25, 0.5, 0.75)  # parts of the layers, where other calls share the devices
-CACHE_PARTS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # of the KV cache that all sequences need at their longest
+CACHE_PARTS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # of the way from the least KV cache to one for all sequences
 # Where calls share more devices than that, what a search loses by more options is more than these are worth: PPO of 7B
 # models on 8 H100, a step of 28.5 s found in place of 28.1 s by as many evaluations.
 MOST_SHARED_DEVICES = 4
@@ -53,11 +53,12 @@ def partly_recomputed(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequ
 
 def smaller_caches(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequence[Way]) -> Iterator[Way]:
     """Of `ways` those that generate all samples together, with less room for keys and values than these need at their
-    longest (HybridFlow, section 6, algorithm 2): some parts of it, and the least, one sequence in each part in flight.
+    longest: some parts of it, the least (one sequence in each part in flight), and what is left beside the homes of all
+    models, each on all devices with data parallelism alone (HybridFlow, section 6, algorithm 2).
 
-    None where the experiment gives the room, or where all of it fits beside the homes of all models, each on all
-    devices with data parallelism alone. More micro-batches save the same memory, but run as few sequences at once as if
-    all reached the limit; which of both is faster depends on the responses.
+    None where the experiment gives the room, or where all of it fits beside these homes. More micro-batches save the
+    same memory, but run as few sequences at once as if all reached the limit; which of both is faster depends on the
+    responses.
     """
     if not has_open_room(task, call):
         return
@@ -68,15 +69,25 @@ def smaller_caches(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequenc
     left_bytes -= sum(task.call_models[home].static_bytes(everywhere) for home in kept)
     for strategy, count, compute in ways:
         work = model.under(compute).work(strategy, count)
-        copied = 0 if strategy == everywhere else work.placed.parameter_bytes()
-        if count > 1 or copied + work.dynamic_bytes() <= left_bytes:
+        own_bytes = left_bytes - (0 if strategy == everywhere else work.placed.parameter_bytes())
+        if count > 1 or work.dynamic_bytes() <= own_bytes:
             continue
-        least = least_room(model.lengths, work.parts_in_flight)
-        step = work.parts_in_flight * PAGE_TOKENS
-        rooms = {int(part * work.needed_tokens) // step * step for part in CACHE_PARTS}
-        for room in sorted({least, *(room for room in rooms if room > least)}, reverse=True):
-            if room < work.needed_tokens:
-                yield strategy, count, replace(compute, kv_cache_tokens=room)
+        parts = work.parts_in_flight
+        rooms = range(least_room(model.lengths, parts), int(work.needed_tokens), parts * PAGE_TOKENS)
+        found = {rooms[int(part * len(rooms))] for part in (0, *CACHE_PARTS)} if rooms else set()
+        for room in sorted(found | _fitting(model, (strategy, count, compute), rooms, own_bytes), reverse=True):
+            yield strategy, count, replace(compute, kv_cache_tokens=room)
+
+
+def _fitting(model: CallModel, way: Way, rooms: range, own_bytes: float) -> set[int]:
+    """The largest of these rooms with which a generation takes no more than `own_bytes`, if there is one."""
+    strategy, count, compute = way
+
+    def is_too_large(room: int) -> bool:
+        within = model.under(replace(compute, kv_cache_tokens=room))
+        return within.work(strategy, count).dynamic_bytes() > own_bytes
+
+    return set(rooms[: bisect_left(rooms, True, key=is_too_large)][-1:])
 
 
 def has_open_room(task: PlanningTask, call: ModelFunctionCallDef) -> bool:

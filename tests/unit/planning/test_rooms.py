@@ -10,6 +10,7 @@ from realhf.api import Generate
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
 from realhf.planning import rooms as rooms_module
+from realhf.planning import ways
 from realhf.planning.model.workload import Workload
 from realhf.planning.predict import Prediction, predict, preemptions
 from realhf.planning.request import SearchBudget
@@ -24,7 +25,7 @@ GRAPH = DataflowGraph(
             call("actor", TINY, GENERATE, "prompts", "seq"),
             interface_impl=Generate(max_new_tokens=56, eos_token=-1),
         ),
-        call("actor", TINY, TRAIN_STEP, "seq", mini_batches=16),
+        call("actor", TINY, TRAIN_STEP, "seq", mini_batches=15),
     ],
     ["prompts"],
 )
@@ -33,7 +34,7 @@ GRAPH = DataflowGraph(
 def task_with(memory_bytes: float) -> PlanningTask:
     cluster = cpu_cluster(1)
     hardware = structs.replace(cluster.hardware, device_memory_bytes=int(memory_bytes))
-    words = {**settings(GRAPH, cluster), "workload": Workload(prompt_tokens=8, new_tokens=56)}
+    words = {**settings(GRAPH, cluster), "batch_size": 15, "workload": Workload(prompt_tokens=8, new_tokens=56)}
     task = task_of(GRAPH, **words)
     return replace(task, cluster=replace(cluster, hardware=hardware), mixed=frozenset({"actor"}))
 
@@ -52,7 +53,7 @@ def room_of(prediction: Prediction) -> int | None:
 
 @pytest.mark.parametrize("most", [80, 208, 320, None])
 def test_the_largest_cache_that_fits_takes_the_place_of_a_smaller_one(most: int | None) -> None:
-    """Of 1,024 tokens that all sequences need."""
+    """Of 960 tokens that all sequences need."""
     roomy = task_with(2**40)
     need = predict(roomy, plan_of(most)).peak_bytes
     task = task_with(need)
@@ -77,15 +78,17 @@ def test_a_cache_for_all_and_one_that_is_no_faster_stay(monkeypatch: pytest.Monk
     assert with_room_left(task, small) is small
 
 
-def test_a_search_ends_with_the_largest_cache_that_fits() -> None:
-    """Its certificate says that the plan is none of those that it is about."""
-    need = predict(task_with(2**40), plan_of(176, 1)).peak_bytes
-    task = replace(task_with(need), batch_size=16)
-    result = search_plan(task, SearchBudget(evaluations=200))
-    found = result.plan.calls["actor_generate"]
-    assert result.prediction.fits
-    if found.compute.kv_cache_tokens is not None:
-        assert result.certificate.wider_s == result.prediction.step_s
+def test_a_search_ends_with_the_largest_cache_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen samples have no equal micro-batches. The certificate says that the plan is none of those it is about."""
+    monkeypatch.setattr(ways, "_fitting", lambda *about: set())
+    need = predict(task_with(2**40), plan_of(240)).peak_bytes
+    result = search_plan(task_with(need), SearchBudget(evaluations=200))
+    assert room_of(result.prediction) == 240
+    assert result.certificate.wider_s == result.prediction.step_s
+    assert result.certificate.cost_s > result.certificate.wider_s
+    assert "proven_optimal" not in result.plan.notes
+    roomy = search_plan(task_with(2**40), SearchBudget(evaluations=200))
+    assert (room_of(roomy.prediction), roomy.certificate.wider_s) == (None, None)
 
 
 def test_preemptions_of_a_plan() -> None:

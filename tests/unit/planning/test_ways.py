@@ -619,10 +619,11 @@ def rooms(task: PlanningTask, strategy: ParallelStrategy, count: int = 1) -> lis
 @pytest.mark.parametrize(
     ("strategy", "count", "found"),
     [
-        (ParallelStrategy(tp=4), 1, [512, 256, 128, 64]),  # of 16 samples of 64 tokens; at least one of them
-        (ParallelStrategy(dp=2), 1, [256, 128, 64]),
+        # Of 16 samples of 64 tokens; at least one of them.
+        (ParallelStrategy(tp=4), 1, [544, 304, 176, 112, 64]),
+        (ParallelStrategy(dp=2), 1, [288, 176, 112, 80, 64]),
         (ParallelStrategy(dp=16), 1, []),
-        (ParallelStrategy(pp=2), 1, [512, 256, 128]),  # one in each of two parts
+        (ParallelStrategy(pp=2), 1, [576, 352, 224, 160, 128]),  # one in each of two parts
         (ParallelStrategy(tp=4), 2, []),
     ],
 )
@@ -662,5 +663,17 @@ def test_rooms_that_are_not_the_plan_s_to_choose() -> None:
 
 
 def test_a_search_has_the_rooms_among_its_options() -> None:
-    found = {option.compute.kv_cache_tokens for option in options_to_search(generating(1), "actor_generate")}
-    assert found == {None, 512, 256, 128, 64}
+    alone = [each for each in options_to_search(generating(1), "actor_generate") if each.layout.mesh.size == 1]
+    assert {option.compute.kv_cache_tokens for option in alone} == {None, 544, 304, 176, 112, 64}
+
+
+def test_what_is_left_beside_the_homes_is_a_choice() -> None:
+    """As many pages as fit, beside a copy of the parameters, where they are not among the others anyway."""
+    task, alone = generating(1), ParallelStrategy()
+    names = ("ref_inference", "actor_train_step")
+    homes = sum(task.call_models[name].static_bytes(ParallelStrategy(dp=4)) for name in names)
+    model = task.call_models["actor_generate"].under(CallCompute(kv_cache_tokens=144))
+    work = model.work(alone, 1)
+    need = math.ceil(homes + work.placed.parameter_bytes() + work.dynamic_bytes())
+    assert rooms(generating(need), alone) == [544, 304, 176, 144, 112, 64]
+    assert rooms(generating(need - 1), alone) == [544, 304, 176, 128, 112, 64]
