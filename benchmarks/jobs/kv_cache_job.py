@@ -21,6 +21,6 @@ def own_words(logprob: Tensor, batch: Batch, rollout: Rollout) -> Tensor:
     return -logprob
 
 
-@auto(batch_size=54, steps=20, mini_batches=27)
+@auto(batch_size=54, mini_batches=27)
 def kv_cache(prompts: Prompts, *, actor: Policy = Policy(lr=1e-6), rollout: Rollout = Rollout()) -> None:
     actor.update(actor.generate(prompts, rollout), own_words(rollout))

@@ -1,4 +1,4 @@
-"""What memory a found plan leaves goes to its KV caches (HybridFlow, section 6, algorithm 2)."""
+"""KV caches get the memory that a found plan leaves (HybridFlow, section 6, algorithm 2)."""
 
 from bisect import bisect_left
 
@@ -27,7 +27,7 @@ def with_room_left(task: PlanningTask, prediction: Prediction) -> Prediction:
 
 
 def _with_room(plan: ExecutionPlan, name: str, room: int | None) -> ExecutionPlan:
-    """The plan with so many tokens in the KV cache of a call; None: enough for all sequences."""
+    """The plan with `room` tokens in the KV cache of a call; None: enough for all sequences."""
     call = plan.calls[name]
     compute = structs.replace(call.compute, kv_cache_tokens=room)
     return structs.replace(plan, calls={**plan.calls, name: structs.replace(call, compute=compute)})

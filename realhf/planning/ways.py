@@ -21,7 +21,7 @@ from realhf.planning.task import PlanningTask
 Way = tuple[ParallelStrategy, int, CallCompute]  # strategy, number of micro-batches, computation
 
 PARTS = (0.25, 0.5, 0.75)  # parts of the layers, where other calls share the devices
-CACHE_PARTS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # of the way from the least KV cache to one for all sequences
+CACHE_PARTS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # the KV cache, between the least and the one for all sequences
 # Where calls share more devices than that, what a search loses by more options is more than these are worth: PPO of 7B
 # models on 8 H100, a step of 28.5 s found in place of 28.1 s by as many evaluations.
 MOST_SHARED_DEVICES = 4
@@ -52,9 +52,11 @@ def partly_recomputed(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequ
 
 
 def smaller_caches(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequence[Way]) -> Iterator[Way]:
-    """Of `ways` those that generate all samples together, with less room for keys and values than these need at their
-    longest: some parts of it, the least (one sequence in each part in flight), and what is left beside the homes of all
-    models, each on all devices with data parallelism alone (HybridFlow, section 6, algorithm 2).
+    """The `ways` that generate all samples together, with a KV cache that does not hold all of them at their longest.
+
+    The rooms: the least, one sequence in each part in flight; some parts of the way from it to all; and the room left
+    beside the homes of all models, each on all devices with data parallelism alone (HybridFlow, section 6, algorithm
+    2).
 
     None where the experiment gives the room, or where all of it fits beside these homes. More micro-batches save the
     same memory, but run as few sequences at once as if all reached the limit; which of both is faster depends on the

@@ -75,7 +75,7 @@ def _reasons(plan: ExecutionPlan, why: Rationale) -> list[list[str]]:
 
 
 def _preemptions(why: Rationale, lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Of each generation whose KV cache does not hold all sequences, as predicted and as measured."""
+    """A row for each generation whose KV cache does not hold all sequences: as predicted, and as measured."""
     rows = []
     for name, predicted in why.preemptions.items():
         calls = [line["calls"][name] for line in lines if name in line["calls"]]

@@ -131,7 +131,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
 
     @cached_property
     def turns(self) -> Turns | None:
-        """Of the sequences of a part that wait for room; None where there is room for all in flight."""
+        """The turns that the sequences of a part take; None where there is room for all in flight."""
         if not self.waits:
             return None
         lengths, parts, dp = self.lengths, self.parts_in_flight, self.placed.strategy.dp

@@ -51,7 +51,7 @@ class Turns:
 
 @lru_cache(maxsize=4096)
 def take_turns(waiting: Waiting) -> Turns:
-    """What the scheduler does with responses of the expected lengths, in random order. Larger ones in small."""
+    """Runs the scheduler on responses of the expected lengths, in random order; large generations in small."""
     w = waiting
     groups = max(min(w.sequences, MOST_SEQUENCES) // w.sharing, 1)
     scale = w.sequences / (groups * w.sharing)
@@ -119,7 +119,7 @@ def _lengths(waiting: Waiting, number: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def spread(mean: float, limit: int) -> LengthDistribution:
-    """Responses of which the mean and the limit alone are known: all lengths within the same distance of the mean."""
+    """Responses with this mean and limit, where no more is known: all lengths within the same distance of the mean."""
     distance = math.ceil(min(mean - 1, limit - mean))
     middle = round(mean)
     return LengthDistribution.of(range(max(middle - distance, 1), min(middle + distance, limit) + 1))
