@@ -7,10 +7,12 @@ import pytest
 from msgspec import structs
 
 from realhf.api import Generate
+from realhf.cli.plan_tables import totals
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
 from realhf.planning import rooms as rooms_module
 from realhf.planning import ways
+from realhf.planning.explain.comparison import describe
 from realhf.planning.model.workload import Workload
 from realhf.planning.predict import Prediction, predict, preemptions
 from realhf.planning.request import SearchBudget
@@ -98,3 +100,12 @@ def test_preemptions_of_a_plan() -> None:
     model = task.call_models["actor_generate"].under(CallCompute(kv_cache_tokens=256))
     assert (name, number) == ("actor_generate", model.work(plan_of(256).calls[name].strategy, 1).preemptions)
     assert number > 0
+
+
+def test_what_is_printed_of_preemptions() -> None:
+    task = task_with(2**40)
+    for room, number in ((256, 1), (None, 0)):
+        lines = [line for line in totals(describe(task, plan_of(room))) if "preemptions" in line]
+        assert len(lines) == number
+        expected = preemptions(task, plan_of(room))
+        assert all(line.startswith(f"actor_generate: {expected['actor_generate']:.0f} preemptions") for line in lines)
