@@ -15,6 +15,7 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfac
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
 from realhf.geometry.pipeline_schedule import training_order
+from realhf.planning.model import rank_work
 from realhf.planning.model.activations import InFlight, activation_elements, beyond_kept_bytes, kept_bytes
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.lengths import DecodePhase, LengthDistribution
@@ -155,15 +156,20 @@ def test_each_part_in_flight_takes_turns_in_its_share_of_the_room() -> None:
     assert found.decode_phases == tuple(replace(each, steps=each.steps / 2) for each in turns.phases)
 
 
-def test_without_a_distribution_responses_spread_around_their_mean() -> None:
+@pytest.mark.parametrize(("on_gpus", "least_share"), [(True, 1 / 16), (False, 0.0)])
+def test_without_a_distribution_responses_spread_around_their_mean(
+    on_gpus: bool, least_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(rank_work, "take_turns", asked.append)
     lengths = Workload(prompt_tokens=8, new_tokens=4, max_new_tokens=10, kv_cache_tokens=64)
-    found = work(GENERATE, lengths=replace(lengths, decode_graphs="kept"), on_gpus=True)
-    assert found.turns == take_turns(
+    assert work(GENERATE, lengths=lengths, on_gpus=on_gpus).turns is None
+    assert asked == [
         Waiting(
             room=64, sequences=16, running=16, sharing=1, prompt_tokens=8, responses=spread(4, 10), longest=10,
-            least_share=1 / 16,
+            least_share=least_share,
         )
-    )  # fmt: skip
+    ]  # fmt: skip
     assert work(GENERATE, lengths=replace(lengths, kv_cache_tokens=None)).preemptions == 0.0
 
 

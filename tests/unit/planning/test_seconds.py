@@ -271,6 +271,9 @@ def test_preempted_sequences_are_computed_again_in_each_part() -> None:
     stages = [seconds._stage_s(stage, 50.0, 25.0, train=False, head_tokens=3.0) for stage in (0, 1)]
     assert seconds._again_s() == 2 * max(stages)
     assert seconds._again_s() > 0.0
+    whole = rank(GENERATE, CROSSES[0])
+    seconds.work.__dict__["decode_phases"] = whole.work.decode_phases
+    assert seconds.generate_s() == pytest.approx(whole.generate_s() + seconds._again_s())
     assert rank(GENERATE, CROSSES[0])._again_s() == 0.0
 
 
