@@ -1,12 +1,13 @@
-"""Whether features that a search chooses win where they are chosen: eleven settings on this machine, two simulated.
+"""Whether features that a search chooses win where they are chosen: twelve settings on this machine, two simulated.
 
 In each setting the search, with everything open, chooses a feature: recomputation, sharding, modes of operators
-beside ZeRO-1 and full sharding of all, chunks of a pipeline, sequence parallelism, rollouts by older weights, several
-steps in flight; models in host memory in the simulated ones, since the workers of one machine share the host's
-memory. The plan before is that of the same search without the feature. Both are run, where they fit into the limit on
-a device's memory: a setting holds if the plan before is slower by a tenth or more as predicted, or does not fit; the
-chosen plan's measured step lies in its 90 % interval; and the plan before is slower as measured, too. The models are
-profiled first, except for `--quick`.
+beside ZeRO-1 and full sharding of all, chunks of a pipeline, sequence parallelism, a KV cache with less room than all
+sequences need, rollouts by older weights, several steps in flight; models in host memory in the simulated ones, since
+the workers of one machine share the host's memory. The plan before is that of the same search without the feature. Both
+are run, where they fit into the limit on a device's memory: a setting holds if the plan before is slower by a tenth or
+more as predicted, or does not fit; the chosen plan's measured step lies in its 90 % interval; and the plan before is
+slower as measured, too. With a smaller KV cache sequences are also preempted as predicted, within a factor of 1.5, and
+the step is within 15 % of its prediction. The models are profiled first, except for `--quick`.
 
 A row's value is the chosen plan's measured step and its baseline that of the plan before (none: it does not fit).
 Command: python benchmarks/features.py --json benchmarks/results/features.json
@@ -15,13 +16,14 @@ Command: python benchmarks/features.py --json benchmarks/results/features.json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgspec
+from jobs.rl_step_job import ensure_data
 from lib.common import argument_parser, case, finish, realhf
 from lib.pages import RUNS
 
@@ -35,6 +37,7 @@ from realhf.planning.explain.comparison import describe
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.hardware import GIB
 from realhf.planning.planner import search_for, task_of
+from realhf.planning.predict import preemptions
 from realhf.planning.request import DevicesRequest, Measured, PlanRequest, SearchBudget
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf
@@ -47,12 +50,14 @@ MEASURES = (
     "benchmarks/jobs/features_job.py",
     "benchmarks/jobs/features_rollouts_job.py",
     "benchmarks/jobs/deep_critic_job.py",
+    "benchmarks/jobs/kv_cache_job.py",
 )
 NUM_WORKERS = 2
 BUDGET = SearchBudget(evaluations=12_000)
 MARGIN = 1.1  # by which the plan before is slower, as predicted
 WARM_UP_STEPS, WINDOW = 2, 3  # a step is the median of the means of so many steps
 STEPS, QUICK_STEPS = 14, 6
+MOST_OFF, MOST_TIMES = 0.15, 1.5  # of the step's prediction and of that of preemptions, with a smaller KV cache
 MOST_STALENESS = 2
 
 
@@ -80,6 +85,14 @@ WIDE = Models(job=TRAINING, words=_shape(1, 768, 2048, 1, 32))
 # The model of the rollouts, trained alone.
 EVEN = Models(job=TRAINING, words=_shape(4, 256, 688, 4, 2048))
 ROLLOUTS = Models(job="benchmarks/jobs/features_rollouts_job.py")
+# Each of two ranks has 27 samples, which have no equal micro-batches, and trains on one of them at a time.
+RESPONSES = Models(
+    job="benchmarks/jobs/kv_cache_job.py",
+    words=(
+        *("--data", "runs/rl-step-data/prompts.jsonl", "--tokenizer", "runs/rl-step-data/tokenizer.json"),
+        *_shape(8, 128, 256, 4, 2048),
+    ),
+)
 # Mini-batches of one sample and three heads: each training has one device. A deep critic trains as long as the actor
 # takes to train and to generate, which two devices do not speed up.
 DEEP_CRITIC = Models(
@@ -141,6 +154,10 @@ FEATURES: Mapping[str, Feature] = {
         without=replace,  # a task that has not yet looked at options with chunks
         is_in=lambda plan: any(call.chunks > 1 for call in plan.calls.values()),
         chunks=(),
+    ),
+    "KV cache": Feature(
+        without=lambda task: replace(task, mixed=frozenset()),
+        is_in=_computes(lambda compute: bool(compute.kv_cache_tokens)),
     ),
     "staleness": Feature(without=lambda task: replace(task, more_stale=()), is_in=lambda plan: plan.staleness > 0),
     "steps in flight": Feature(
@@ -217,11 +234,12 @@ MEASURED = (
     _of_training("chunks", ODD, "2x256", 0.1035, "--compute.data-parallel", "zero1"),
     _of_training("sequence parallelism", EVEN, "1x768", 0.075),
     IN_PARTS,
+    Setting(feature="KV cache", models=RESPONSES, words="--rollout.max-new-tokens 96", memory_gib=0.07),
     Setting(feature="staleness", models=ROLLOUTS, words="--batch-size 8 --rollout.max-new-tokens 64"),
     Setting(feature="staleness", models=ROLLOUTS, words="--batch-size 8 --rollout.max-new-tokens 128"),
     Setting(feature="steps in flight", models=DEEP_CRITIC, words="--batch-size 4 --ppo.max-new-tokens 128"),
 )  # fmt: skip
-PROFILED = (ODD, WIDE, ROLLOUTS, DEEP_CRITIC)
+PROFILED = (ODD, WIDE, ROLLOUTS, DEEP_CRITIC, RESPONSES)
 QUICK = (RECOMPUTING, IN_PARTS, SIMULATED[0])
 
 
@@ -233,6 +251,7 @@ class Planned:
     step_s: float
     peak_gib: float
     fits: bool = True
+    preemptions: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def interval_s(self) -> tuple[float, float]:
@@ -252,6 +271,7 @@ def main() -> None:
         if models.words in jobs:
             words = ("--force", "--num-workers", str(NUM_WORKERS), "--max-tokens", "1024")
             realhf("profile", models.job, *words, *models.words)
+    ensure_data(Path("runs/rl-step-data"))
     with tempfile.TemporaryDirectory() as folder:
         results = [row(setting, Path(folder) / str(i), steps) for i, setting in enumerate(settings)]
     finish("features", results, arguments.json)
@@ -264,7 +284,18 @@ def row(setting: Setting, folder: Path, steps: int) -> dict[str, Any]:
     if not setting.cluster:
         measured = run_s(setting, chosen, folder / "chosen", steps)
         measured_before = run_s(setting, before, folder / "before", steps) if before.fits else 0.0
-    return judged(setting, chosen, before, (measured, measured_before if before.fits else 0.0))
+    made = judged(setting, chosen, before, (measured, measured_before if before.fits else 0.0))
+    if setting.feature != "KV cache":
+        return made
+    [predicted] = chosen.preemptions.values()
+    lines = read_lines(folder / "chosen" / "metrics.jsonl", step_line).values
+    preempted = statistics.median(line["calls"]["actor_generate"]["preemptions"] for line in lines)
+    says = {
+        "preempted": predicted / MOST_TIMES <= preempted <= predicted * MOST_TIMES,
+        "near": abs(measured / chosen.step_s - 1) <= MOST_OFF,
+    }
+    holds = made["holds"] and all(says.values())
+    return made | says | {"holds": holds, "preemptions": preempted, "predicted_preemptions": predicted}
 
 
 def judged(setting: Setting, chosen: Planned, before: Planned, seconds: tuple[float, float]) -> dict[str, Any]:
@@ -329,6 +360,7 @@ def found(setting: Setting, task: PlanningTask) -> Planned:
         step_s=prediction.step_s,
         peak_gib=max(prediction.device_bytes) / GIB,
         fits=prediction.fits,
+        preemptions=preemptions(task.of(prediction.plan), prediction.plan),
     )
 
 

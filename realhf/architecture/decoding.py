@@ -14,6 +14,11 @@ DECODE_GRAPHS: GraphLife = "kept"  # the default
 PAGE_TOKENS = 16
 FLASH_PAGE_TOKENS = 256  # flash-attn 2 takes multiples of this, where it takes the place of our kernel
 
+# Where decode steps are graphs: newcomers by those that run, at least. A step with prompts is launched kernel by
+# kernel, which may take longer than four graphs, and one with room for a part of a group computes the prompt for that
+# part alone. So a few places stay empty for a while: that makes 2 % more steps, and a tenth of those with prompts.
+LEAST_SHARE = 1 / 16
+
 # The dtypes and head dimensions that flash-attn 2, and torch's build of it, take.
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASH_HEAD_DIM, FLASH_HEAD_MULTIPLE = 256, 8

@@ -14,6 +14,7 @@ from realhf.planning.clusters import hardware_text
 from realhf.planning.explain.comparison import Comparison
 from realhf.planning.model.hardware import GIB, in_gib
 from realhf.planning.model.measured import network_text
+from realhf.planning.predict import preemptions
 from realhf.planning.task import PlanningTask
 
 
@@ -141,6 +142,8 @@ def totals(comparison: Comparison) -> Iterator[str]:
     yield f"memory: {memory}, {in_gib(fullest.static_bytes)} of them from step to step"
     if each.num_nodes > 1 and (links := network_text(each.hardware)):
         yield links
+    for name, number in preemptions(comparison.task, comparison.plan).items():
+        yield f"{name}: {number:.0f} preemptions a step expected of each rank, since its KV cache does not hold all"
     yield f"limited by {analysis.limits}"
     yield from map(str, comparison.hinges[:1])
     pools = comparison.task.graph.pools

@@ -31,6 +31,10 @@ class Nulls:
     first_at: str
 
 
+# Statistic of a generate call whose KV cache has a given room: sequences that lost their place, on a rank on average.
+PREEMPTIONS = "preemptions"
+
+
 @dataclass(frozen=True, kw_only=True)
 class InterfaceConfig:
     """The settings of an interface; subclass it, add fields, and name the implementation.

@@ -35,7 +35,7 @@ class CallCompute(
 
     recomputation, recomputed_layers, sequence_parallel, offload_states: of a train_step call; see `Computation`.
     data_parallel, prefetch: of the call that is its model's home, for all of the model's calls.
-    decode_graphs: of a generate call; see `GenerationOptions`.
+    decode_graphs, kv_cache_tokens: of a generate call; see `GenerationOptions`.
     in_place: of a call whose copy of the parameters contains the home's on each device: the home's parameters give
         their memory to the copy, and are not there while the rest of it is filled. Where memory allows both, that costs
         time for nothing.
@@ -48,6 +48,7 @@ class CallCompute(
     prefetch: bool | None = None
     offload_states: bool | None = None
     decode_graphs: GraphLife | None = None
+    kv_cache_tokens: int | None = None
     in_place: bool | None = None
 
     @property
@@ -69,9 +70,11 @@ _COMPUTE_TEXT: dict[str, Callable[[Any], str]] = {
     "offload_states": lambda on: "states in host memory" if on else "states on the device",
     "in_place": lambda on: "copy filled in place" if on else "copy filled beside the home",
     "decode_graphs": lambda life: {"kept": "graphs kept", "call": "graphs of a call", "off": "no graphs"}[life],
+    "kv_cache_tokens": lambda tokens: f"KV cache of {tokens:,} tokens",
 }
 AS_SET_UP = CallCompute()
 _OF_HOMES = ("data_parallel", "prefetch")
+_OF_GENERATIONS = ("decode_graphs", "kv_cache_tokens")
 
 
 class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -437,8 +440,8 @@ def _check_compute(plan: ExecutionPlan, graph: DataflowGraph) -> None:
                 raise UserError(
                     f"{says} the home of model {definition.model_name!r}; leave it out, or say it of {home}"
                 )
-            if field == "decode_graphs":
-                _check_graphs(definition, f"{says} generate calls", value)
+            if field in _OF_GENERATIONS:
+                _check_generation(definition, f"{says} generate calls", field, value)
                 continue
             if field == "in_place":
                 _check_in_place(plan, name, plan.calls[home], definition.config)
@@ -493,13 +496,13 @@ def _check_recomputed(name: str, call: CallPlan, number: int, config: DecoderCon
         )
 
 
-def _check_graphs(definition: ModelFunctionCallDef, says: str, value: object) -> None:
-    fixed = getattr(definition.interface_impl, "decode_graphs", None)
+def _check_generation(definition: ModelFunctionCallDef, says: str, field: str, value: object) -> None:
+    fixed = getattr(definition.interface_impl, field, None)
     if not definition.generates:
         raise UserError(f"{says}, and this one generates nothing; leave it out")
     if fixed not in (None, value):
         raise UserError(
-            f"{says} that leave it open, and the experiment fixes decode_graphs={fixed!r}; leave it out of the plan, "
+            f"{says} that leave it open, and the experiment fixes {field}={fixed!r}; leave it out of the plan, "
             "or out of the experiment"
         )
 

@@ -45,6 +45,8 @@ class Rationale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     heuristic_step_s: a step of the plan that treats all calls alike on all devices; None if none is legal.
     heuristic_fits: whether that plan fits into memory.
     worth: of each choice that the plan made of how calls compute.
+    preemptions: by name of each generate call whose KV cache has no room for all sequences: how often one loses its
+        place in a step, expected of a data-parallel rank.
     """
 
     origin: str
@@ -58,6 +60,7 @@ class Rationale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory: tuple[DeviceMemory, ...]
     instead: tuple[Instead, ...]
     worth: tuple[Worth, ...] = ()
+    preemptions: dict[str, float] = {}
 
     def memory_of(self, device: int) -> DeviceMemory | None:
         """The prediction for one device, None if there is none."""

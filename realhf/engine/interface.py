@@ -49,7 +49,8 @@ class GenerationRequest:
     limits: the longest response of each sample, where it is below `options.max_new_tokens`.
     return_logits: whether to give back the logits of every drawn token.
     is_end: finds `options.stop_strings` in a response, because the engine knows no text.
-    planned_graphs: how long graphs of decode steps live by the plan, where the options leave it open.
+    planned_graphs, planned_room: how long graphs of decode steps live, and the tokens of the KV cache, by the plan;
+        where the options leave it open.
     """
 
     options: GenerationOptions
@@ -61,11 +62,18 @@ class GenerationRequest:
     return_logits: bool = field(default=False, kw_only=True)
     is_end: EndCheck | None = field(default=None, kw_only=True)
     planned_graphs: GraphLife | None = field(default=None, kw_only=True)
+    planned_room: int | None = field(default=None, kw_only=True)
 
     @property
     def decode_graphs(self) -> GraphLife:
         """The life of graphs of decode steps."""
         return self.options.decode_graphs or self.planned_graphs or DECODE_GRAPHS
+
+    @property
+    def room(self) -> int | None:
+        """Tokens of the KV cache on a device; None: enough for all sequences."""
+        given = self.options.kv_cache_tokens
+        return self.planned_room if given is None else given
 
     def of_samples(self, samples: range) -> "GenerationRequest":
         """The same request for a run of the samples."""
@@ -84,6 +92,7 @@ class GenerationOutput:
     margins[i]: [response] float64, by how much the random number missed the nearest other
     token's interval of the cumulative distribution (1 where the choice was forced or greedy).
     logits[i]: [response, vocab], only if asked for.
+    preemptions: how often a sequence lost its place in the KV cache, and was computed again later.
     """
 
     sequences: list[Tensor] = field(default_factory=list)
@@ -91,6 +100,7 @@ class GenerationOutput:
     untruncated_logprobs: list[Tensor] = field(default_factory=list)
     margins: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    preemptions: int = 0
 
 
 class Model(Protocol):
@@ -134,6 +144,8 @@ class Context(Protocol):
     micro_batches: int
     decode_graphs: GraphLife | None
     """How long graphs of decode steps live, by the plan."""
+    kv_cache_tokens: int | None
+    """The room for keys and values on a device that the plan gives; None: enough for all sequences."""
     holds_outputs: bool
     """True on the one rank of each data-parallel group whose outputs and statistics are taken."""
     record: frozenset[str]

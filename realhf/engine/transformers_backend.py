@@ -277,13 +277,13 @@ class TransformersModel(ShardedModel):
     def _together(self, batch: Batch, request: GenerationRequest) -> int:
         """How many samples are computed together. Raises UserError where the KV cache's budget holds none."""
         longest = max(len(prompt) for prompt in batch.data[request.prompt_key]) + request.options.max_new_tokens
-        count, budget_tokens = -(-len(batch) // request.micro_batches), request.options.kv_cache_tokens
-        if budget_tokens is not None and budget_tokens < longest:
+        count, budget_tokens = -(-len(batch) // request.micro_batches), request.room
+        if request.options.kv_cache_tokens is not None and request.options.kv_cache_tokens < longest:
             raise UserError(
                 f"kv_cache_tokens={budget_tokens} does not hold one sequence of {longest} tokens; set it to at least "
                 f"{longest}"
             )
-        return count if budget_tokens is None else min(count, budget_tokens // longest)
+        return count if budget_tokens is None else min(count, max(budget_tokens // longest, 1))
 
 
 def _rollouts(

@@ -398,6 +398,7 @@ class Dispatcher:
                     micro_batches=plan.micro_batches,
                     version=version,
                     decode_graphs=plan.compute.decode_graphs,
+                    kv_cache_tokens=plan.compute.kv_cache_tokens,
                     state=self.states.get(node.call, {}) if batch.split == "train" else {},
                     trained_steps=planned.trained_steps,
                 ),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from realhf.base.files import naming, open_regular
+from realhf.dataflow.interface import PREEMPTIONS
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.loop import CallRecord, means
 from realhf.rundir.logs import at
@@ -73,17 +74,19 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
     tokens: the tokens of the sequences of the global batch, each counted once.
     peak_bytes: for each worker the most that models and data took in one of the step's calls, 0 if it had none; in
         `calls`, the peak of the call's fullest worker.
-    sent_bytes: in `calls`, by collective of data parallelism, the bytes of the worker that sent most. A statistic keeps
-    its name if one call has it; else the model's name stands before it.
+    sent_bytes: in `calls`, by collective of data parallelism, the bytes of the worker that sent most.
+    preemptions: in `calls`, of a generation whose KV cache has a given room, on average of its data-parallel ranks.
+    A statistic keeps its name if one call has it; else the model's name stands before it.
     """
     end = max(record.end for record in records)
     time_s = end - previous_end
     tokens = max(record.tokens for record in records)
-    counts = Counter(name for record in records for name in record.stats)
+    counts = Counter(name for record in records for name in record.stats if name != PREEMPTIONS)
     stats = {
         name if counts[name] == 1 else f"{record.model}_{name}": value
         for record in records
         for name, value in means(record.stats).items()
+        if name != PREEMPTIONS
     }
     predictions = {name: call.predicted_s for name, call in plan.calls.items()} | plan.beside
     calls = {
@@ -94,6 +97,7 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
             "predicted_s": predictions.get(record.node.call),
             "peak_bytes": max(reply.peak_bytes for reply in record.replies.values()),
             "sent_bytes": _most_sent(reply.sent_bytes for reply in record.replies.values()),
+            **{name: value for name, value in means(record.stats).items() if name == PREEMPTIONS},
         }
         for record in records
     }

@@ -6,7 +6,7 @@ from realhf.planning.task import Breadth
 
 LIMITS = {
     "all": "",
-    "computation": "without chunks, moved optimizer states or modes of operators",
+    "computation": "without chunks, moved optimizer states, modes of operators or smaller KV caches",
     "plain": "without chunks, with calls computed as they are set up",
 }
 
@@ -20,8 +20,8 @@ class Certificate:
     `node_runs`; it is about plans of this `breadth` (`PlanningTask`) that have the models `offload` in host memory
     (None: as was asked for), and all copies of parameters from home: `copying_s` is a step of the plan whose copies
     also come from other copies (None: it has no such ones, and is the one of `cost_s`). `wider_s` is a step of the plan
-    where it has what `breadth` leaves out, or other models in host memory. `num_meshes`: all this is about plans on so
-    many of the meshes (None: on all).
+    where it has what `breadth` leaves out, other models in host memory, or KV caches of another size. `num_meshes`: all
+    this is about plans on so many of the meshes (None: on all).
     """
 
     cost_s: float

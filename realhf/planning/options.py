@@ -15,7 +15,7 @@ from realhf.dataflow.pools import Pool
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
 from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.task import PlanningTask
-from realhf.planning.ways import Way, has_modes, mixed_ways, partly_recomputed
+from realhf.planning.ways import Way, has_modes, mixed_ways, partly_recomputed, smaller_caches
 
 CHUNKS = (2, 4)  # chunks of pipelines that a search looks at
 
@@ -152,7 +152,7 @@ def options_to_search(task: PlanningTask, name: str, keeps: Keeps | None = None)
 def _ways(task: PlanningTask, call: ModelFunctionCallDef, plain: ParallelStrategy, counts: list[int]) -> list[Way]:
     """Those whose operators have modes of their own come last."""
     ways = list(product(_in_chunks(task, call, plain), counts, ways_to_compute(task, call, plain)))
-    ways = [*ways, *partly_recomputed(task, call, ways)]
+    ways = [*ways, *partly_recomputed(task, call, ways), *smaller_caches(task, call, ways)]
     return [*ways, *mixed_ways(task, call, ways)]
 
 

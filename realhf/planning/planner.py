@@ -1,6 +1,5 @@
 """From an experiment and a request to a plan: searched, or given and predicted."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from realhf.planning.presets import rule_plan
 from realhf.planning.request import SECONDS, PlanRequest, SearchBudget, Watch, unwatched
 from realhf.planning.search import NothingFitsError, SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
+from realhf.planning.ways import least_room
 from realhf.planning.what_if import NO_STALENESS, WhatIf, WhatIfRequest, keys_without_producer
 
 # Staler rollouts must make a step at least this much faster. Smaller gains are within the search's error, and stale
@@ -210,11 +210,11 @@ def _least_stale(results: Sequence[SearchResult]) -> SearchResult:
 def check_cache_room(plan: ExecutionPlan, task: PlanningTask) -> None:
     """Raises UserError where a generate call was given less room for keys and values than one sequence needs."""
     for name, call in plan.calls.items():
-        lengths = task.workload.of(name)
-        least = call.pp * math.ceil(lengths.max_tokens / PAGE_TOKENS) * PAGE_TOKENS
-        if lengths.kv_cache_tokens is not None and lengths.kv_cache_tokens < least:
+        lengths, given = task.workload.of(name), call.compute.kv_cache_tokens
+        given, least = lengths.kv_cache_tokens if given is None else given, least_room(lengths, call.pp)
+        if given is not None and given < least:
             raise UserError(
-                f"{name}: kv_cache_tokens={lengths.kv_cache_tokens} is not room for one sequence of "
+                f"{name}: kv_cache_tokens={given} is not room for one sequence of "
                 f"{lengths.max_tokens} tokens, in pages of {PAGE_TOKENS}, in each of pp={call.pp} parts of the batch; "
                 f"set it to at least {least}, or leave it out"
             )

@@ -80,6 +80,17 @@ def problem_of(task: PlanningTask, plan: ExecutionPlan) -> Problem:
     return build_problem(within, options, reallocations=Reallocation.table, copies=plan.copies)
 
 
+def preemptions(task: PlanningTask, plan: ExecutionPlan) -> dict[str, float]:
+    """By name of each generate call whose KV cache has no room for all sequences: how often one loses its place in a
+    step, expected of a data-parallel rank."""
+    works = {
+        name: task.call_models[name].under(call.compute).work(call.strategy, call.micro_batches)
+        for name, call in plan.calls.items()
+        if task.graph.model_calls[name].generates
+    }
+    return {name: work.preemptions for name, work in works.items() if work.waits}
+
+
 def predict_in_best_order(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
     """The prediction of the plan in the fastest of the orders that a simulation suggests."""
     return fastest_order(task, plan, native_problem(problem_of(task, plan)), [0] * len(plan.calls))

@@ -28,6 +28,7 @@ from realhf.planning.presets import PresetResult, evaluate_presets
 from realhf.planning.problem.builder import build_problem, steps_of
 from realhf.planning.problem.native import Found, NativeProblem, SearchRequest, native_problem, search_problem
 from realhf.planning.request import SECONDS, SEEDS, SearchBudget, Watch, unwatched
+from realhf.planning.rooms import with_room_left
 from realhf.planning.task import Breadth, PlanningTask
 
 EVALUATIONS_PER_OPTION = 20
@@ -84,7 +85,8 @@ def search_plan(task: PlanningTask, budget: SearchBudget, watch: Watch = unwatch
     A budget in seconds is for all of this and for what is said of the plan afterwards: where there is little time, few
     ways to run a call are searched (`breadth_in_time`), and where the plans by rule have used it up and one of them
     fits, the best of them is the answer. Where nothing fits, all ways are searched, whatever that takes. At last,
-    copies of the plan's parameters come from where they already are (`realhf.planning.copies`).
+    KV caches get the memory that is left (`realhf.planning.rooms`), and copies of the plan's parameters come from where
+    they already are (`realhf.planning.copies`).
 
     Raises:
         UserError: `offload` names a model that only staler rollouts have, a call has no legal option, a number is out
@@ -200,22 +202,26 @@ def _with_wider(task: PlanningTask, best: SearchResult | None, near: _Sets) -> S
 
 def _is_wide(call: CallPlan) -> bool:
     """Whether a call has what only a search of all breadth looks at."""
-    return call.chunks > 1 or call.compute.offload_states is not None or isinstance(call.compute.data_parallel, tuple)
+    compute = call.compute
+    is_wide = compute.offload_states is not None or compute.kv_cache_tokens is not None
+    return call.chunks > 1 or is_wide or isinstance(compute.data_parallel, tuple)
 
 
 def _best_of(task: PlanningTask, sets: _Sets) -> SearchResult:
-    """The fastest result of searches with other models in host memory, with as many steps in flight, and copies from
-    where, as is best."""
+    """The fastest result of searches with other models in host memory, with as many steps in flight, KV caches of the
+    size, and copies from where, that is best."""
     best = _fastest(sets.results)
-    from_home = _with_best_steps(task, best.prediction)
+    in_flight = _with_best_steps(task, best.prediction)
+    from_home = with_room_left(task, in_flight)
     prediction = with_best_copies(task, from_home)
     return replace(
         best,
-        prediction=prediction if prediction is from_home else _noted(prediction),
+        prediction=prediction if prediction is in_flight else _noted(prediction),
         certificate=replace(
             best.certificate,
             offload=best.plan.offload if sets.number > 1 else None,
             copying_s=prediction.step_s if prediction.plan.copies else None,
+            wider_s=None if from_home is in_flight else prediction.step_s,
         ),
         evaluations=sum(result.evaluations for result in sets.results),
         rules=sets.results[0].rules,

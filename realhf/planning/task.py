@@ -17,7 +17,7 @@ from realhf.planning.model.timings import Costs
 from realhf.planning.model.workload import Workload
 
 # Which ways to run a call in one (dp, tp, pp) are searched: as the experiment has it set up; also how it computes; also
-# chunks of pipelines, optimizer states in host memory, and modes of operators.
+# chunks of pipelines, optimizer states in host memory, modes of operators, and smaller KV caches.
 Breadth = Literal["plain", "computation", "all"]
 # Above so many devices there are ten thousands of layouts: not all of that is searched on every mesh.
 MOST_DEVICES_FOR_ALL = 64

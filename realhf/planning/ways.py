@@ -1,22 +1,27 @@
-"""Ways to run a training that need less memory, beside those that its setup names: some of its layers recomputed, or
-modes of its operators of their own, between ZeRO-1 and full sharding."""
+"""Ways to run a call that need less memory, beside those that its setup names: a training with some of its layers
+recomputed, or with modes of its operators of their own, between ZeRO-1 and full sharding; a generation with less room
+for keys and values."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallCompute
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.mode_choice import memory_limits
+from realhf.planning.model.workload import Workload
 from realhf.planning.task import PlanningTask
 
 Way = tuple[ParallelStrategy, int, CallCompute]  # strategy, number of micro-batches, computation
 
 PARTS = (0.25, 0.5, 0.75)  # parts of the layers, where other calls share the devices
+CACHE_PARTS = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # the KV cache, between the least and the one for all sequences
 # Where calls share more devices than that, what a search loses by more options is more than these are worth: PPO of 7B
 # models on 8 H100, a step of 28.5 s found in place of 28.1 s by as many evaluations.
 MOST_SHARED_DEVICES = 4
@@ -44,6 +49,59 @@ def partly_recomputed(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequ
         if kept.least_bytes(strategy, count) > left_bytes:
             for number in _numbers(model, (strategy, count, compute), left_bytes):
                 yield strategy, count, replace(compute, recomputed_layers=number)
+
+
+def smaller_caches(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequence[Way]) -> Iterator[Way]:
+    """The `ways` that generate all samples together, with a KV cache that does not hold all of them at their longest.
+
+    The rooms: the least, one sequence in each part in flight; some parts of the way from it to all; and the room left
+    beside the homes of all models, each on all devices with data parallelism alone (HybridFlow, section 6, algorithm
+    2).
+
+    None where the experiment gives the room, or where all of it fits beside these homes. More micro-batches save the
+    same memory, but run as few sequences at once as if all reached the limit; which of both is faster depends on the
+    responses.
+    """
+    if not has_open_room(task, call):
+        return
+    model = task.call_models[call.name]
+    everywhere = ParallelStrategy(task.cluster.num_devices)
+    kept = {home for home in task.homes.values() if task.graph.model_calls[home].model_name not in task.offload}
+    left_bytes = task.cluster.device_memory_bytes
+    left_bytes -= sum(task.call_models[home].static_bytes(everywhere) for home in kept)
+    for strategy, count, compute in ways:
+        work = model.under(compute).work(strategy, count)
+        own_bytes = left_bytes - (0 if strategy == everywhere else work.placed.parameter_bytes())
+        if count > 1 or work.dynamic_bytes() <= own_bytes:
+            continue
+        parts = work.parts_in_flight
+        rooms = range(least_room(model.lengths, parts), int(work.needed_tokens), parts * PAGE_TOKENS)
+        found = {rooms[int(part * len(rooms))] for part in (0, *CACHE_PARTS)} if rooms else set()
+        for room in sorted(found | _fitting(model, (strategy, count, compute), rooms, own_bytes), reverse=True):
+            yield strategy, count, replace(compute, kv_cache_tokens=room)
+
+
+def _fitting(model: CallModel, way: Way, rooms: range, own_bytes: float) -> set[int]:
+    """The largest of these rooms with which a generation takes no more than `own_bytes`, if there is one."""
+    strategy, count, compute = way
+
+    def is_too_large(room: int) -> bool:
+        within = model.under(replace(compute, kv_cache_tokens=room))
+        return within.work(strategy, count).dynamic_bytes() > own_bytes
+
+    return set(rooms[: bisect_left(rooms, True, key=is_too_large)][-1:])
+
+
+def has_open_room(task: PlanningTask, call: ModelFunctionCallDef) -> bool:
+    """Whether a plan may choose the room for keys and values of a call: of a generation in the engine of this project,
+    where the experiment leaves it open."""
+    is_open = getattr(call.interface_impl, "kv_cache_tokens", 0) is None
+    return call.generates and is_open and task.searched == "all" and call.model_name in task.mixed
+
+
+def least_room(lengths: Workload, parts: int) -> int:
+    """Tokens of the smallest KV cache: one sequence at its longest in each part of the batch that is in flight."""
+    return parts * math.ceil(lengths.max_tokens / PAGE_TOKENS) * PAGE_TOKENS
 
 
 def _numbers(model: CallModel, way: Way, left_bytes: float) -> list[int]:

@@ -18,7 +18,6 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.engine import build
 from realhf.engine.arena import Arena
 from realhf.engine.batch import Batch
-from realhf.engine.generate.batching import Limits, Scheduler, pages_for
 from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import capture_of
 from realhf.engine.generate.kv_cache import KVCache, StepAttention
@@ -28,6 +27,7 @@ from realhf.engine.generate.running_batch import RunningBatch
 from realhf.engine.interface import GenerationRequest
 from realhf.engine.packing import pack_micro_batch
 from realhf.engine.train.optimizer import gradient_dtype
+from realhf.geometry.batching import Limits, Scheduler, pages_for
 from realhf.models.attention import Attention
 from realhf.models.rotary import rotary_tables
 from realhf.parallel.groups import ParallelGroups

@@ -132,7 +132,7 @@ def _under_plan(run: RunData, plan: ExecutionPlan) -> Markup:
         timeline=last_steps(plan, run.events),
         timeline_figure=timeline_figure,
         memory=memory_section(plan, run.under_plan),
-        execution_plan=plan_section(plan),
+        execution_plan=plan_section(plan, run.under_plan),
     )
 
 

@@ -1,7 +1,12 @@
 """The plan of a run on its page: where every call runs, and why."""
 
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from markupsafe import Markup
 
+from realhf.dataflow.interface import PREEMPTIONS
 from realhf.dataflow.plan import ExecutionPlan, interval_text, updates_text
 from realhf.dataflow.rationale import Instead, Rationale, Worth, slower_text
 from realhf.report.html import part
@@ -10,8 +15,8 @@ from realhf.report.html import part
 SAID = ("evaluations", "peak_memory_gib", "lower_bound_s", "proven_optimal", "hardware", "costs")
 
 
-def plan_section(plan: ExecutionPlan) -> Markup:
-    """The section of the plan, with its reasons if it has a rationale."""
+def plan_section(plan: ExecutionPlan, lines: Sequence[Mapping[str, Any]]) -> Markup:
+    """The section of the plan, with its reasons if it has a rationale; `lines` of metrics are of steps under it."""
     why = plan.rationale
     words = [["order", _order(plan)], ["steps in flight", f"at most {plan.max_steps_in_flight}"]]
     if plan.copies:
@@ -19,7 +24,7 @@ def plan_section(plan: ExecutionPlan) -> Markup:
     if plan.staleness:
         words.append(["rollouts", f"by weights {updates_text(plan.staleness)} old"])
     if why:
-        words += _reasons(plan, why)
+        words += [*_reasons(plan, why), *_preemptions(why, lines)]
     words += [[name, _note(value)] for name, value in plan.notes.items() if not (why and name in SAID)]
     return part(
         "execution_plan.html",
@@ -67,6 +72,17 @@ def _reasons(plan: ExecutionPlan, why: Rationale) -> list[list[str]]:
         ratio = f", {why.heuristic_step_s / step_s:.2f} x this plan" if step_s else ""
         heuristic = f"{why.heuristic_step_s:.4g} s a step{ratio}{fits}"
     return [*reasons, ["all calls alike", heuristic], ["limited by", why.limits]]
+
+
+def _preemptions(why: Rationale, lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each generation whose KV cache does not hold all sequences: as predicted, and as measured."""
+    rows = []
+    for name, predicted in why.preemptions.items():
+        calls = [line["calls"][name] for line in lines if name in line["calls"]]
+        counts = [call[PREEMPTIONS] for call in calls if PREEMPTIONS in call]
+        measured = f", {statistics.median(counts):.0f} measured (median)" if counts else ""
+        rows.append([f"preemptions of {name}", f"{predicted:.0f} a step and rank predicted{measured}"])
+    return rows
 
 
 def _instead(one: Instead) -> list[str]:

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json
+from realhf.dataflow.interface import PREEMPTIONS
 from realhf.dataflow.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
 from realhf.report.curves import EVALUATION, Curve, evaluation_curves, split_curves
 from realhf.rundir.events import Event, event_line
@@ -139,7 +140,9 @@ def read_run(directory: RunDirectory) -> RunData:
 
 def _short_step_line(line: bytes) -> dict[str, Any]:
     values = step_line(line)
-    return values | {"calls": {name: {"seconds": call["seconds"]} for name, call in values["calls"].items()}}
+    kept = ("seconds", PREEMPTIONS)
+    calls = {name: {key: call[key] for key in kept if key in call} for name, call in values["calls"].items()}
+    return values | {"calls": calls}
 
 
 def trace_line(line: bytes) -> TraceEvent | None:

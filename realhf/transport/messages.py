@@ -133,8 +133,9 @@ class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j.
 
     `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `decode_graphs`: how long
-    they live by the plan; `state` has the numbers that the call left in the step before
-    (`realhf.engine.interface.Context.state`); `trained_steps`: of an evaluation, the training steps before it.
+    they live by the plan, and `kv_cache_tokens` the room that it gives for keys and values; `state` has the numbers
+    that the call left in the step before (`realhf.engine.interface.Context.state`); `trained_steps`: of an evaluation,
+    the training steps before it.
     """
 
     request_id: int
@@ -145,6 +146,7 @@ class CallFunction(Message, frozen=True, kw_only=True):
     micro_batches: Count
     version: int
     decode_graphs: GraphLife | None = None
+    kv_cache_tokens: Count | None = None
     state: dict[str, float] = {}
     trained_steps: Count = 0
 

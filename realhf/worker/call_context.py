@@ -78,6 +78,7 @@ class CallContext:
     samples_per_prompt: int = 1
     micro_batches: int = 1
     decode_graphs: GraphLife | None = None
+    kv_cache_tokens: int | None = None
     record: frozenset[str] = frozenset()
     state: dict[str, float] = field(default_factory=dict)
     records: Records = _no_records

@@ -270,6 +270,7 @@ class ModelWorker:
             samples_per_prompt=self._graphs[split].samples_per_prompt,
             micro_batches=request.micro_batches,
             decode_graphs=request.decode_graphs,
+            kv_cache_tokens=request.kv_cache_tokens,
             record=frozenset(self._run.spec.record),
             state=dict(request.state),
             records=partial(self._records, split),

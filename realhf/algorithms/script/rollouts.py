@@ -21,6 +21,7 @@ from realhf.algorithms.script.rows import as_rollouts
 from realhf.algorithms.statistics import mean_of
 from realhf.algorithms.stop_strings import stop_strings
 from realhf.api.script.config import Distributions, Generate, Logprobs, Rows, Score, ScriptCall, Values
+from realhf.dataflow.interface import PREEMPTIONS
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, GenerationOutput, GenerationRequest, Model, Postprocess
 from realhf.parallel.vocabulary import Logits, WholeLogits
@@ -35,6 +36,7 @@ def generate(model: Model, batch: Batch, context: Context, config: Generate) -> 
         prompt_key=dict(config.batch.columns).get("prompt", "prompt"),
         micro_batches=context.micro_batches,
         planned_graphs=context.decode_graphs,
+        planned_room=context.kv_cache_tokens,
         forced=batch.data.get("forced_response"),
         return_logits="logits" in context.record,
         is_end=stop_strings(config.tokenizer, config.stop_strings) if config.stop_strings else None,
@@ -62,10 +64,10 @@ class GenerateInterface:
             "logits": out.logits,
         }
         lengths = (float(sum(map(len, out.logprobs))), float(len(batch)))
-        return CallResult(
-            outputs={key: values for key, values in outputs.items() if values},
-            stats={self.config.statistic: lengths} if self.config.statistic else {},
-        )
+        stats = {self.config.statistic: lengths} if self.config.statistic else {}
+        if self.config.kv_cache_tokens or context.kv_cache_tokens:
+            stats[PREEMPTIONS] = (float(out.preemptions), 1.0)
+        return CallResult(outputs={key: values for key, values in outputs.items() if values}, stats=stats)
 
 
 class _Inference:

@@ -4,13 +4,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from realhf.architecture.chunks import PREFILL_TOKENS
+from realhf.architecture.decoding import LEAST_SHARE
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch, check_positions, check_tokens
-from realhf.engine.generate.batching import Limits, Scheduler, pages_for
 from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import CacheSizes, DecodeWorkspace, capture_of
 from realhf.engine.generate.decode_layers import decode_layers
@@ -18,14 +19,10 @@ from realhf.engine.generate.paged_attention import paged_kernels
 from realhf.engine.generate.ring import BatchMessages
 from realhf.engine.generate.running_batch import RunningBatch
 from realhf.engine.interface import GenerationOutput, GenerationRequest
+from realhf.geometry.batching import Limits, Scheduler, pages_for
 from realhf.models.decoder import Decoder, SelfAttention
 from realhf.models.mlp import GatedMLP
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-
-# Newcomers by those that run, at least. A step with prompts is launched kernel by kernel, which may take longer than
-# four graphs, and one with room for a part of a group computes the prompt for that part alone. So a few places stay
-# empty for a while: that makes 2 % more steps, and a tenth of those with prompts.
-LEAST_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,9 @@ def _steps(batch: RunningBatch, messages: BatchMessages) -> Iterator[None]:
 
 def concatenated(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
     """The rollouts of several parts of a batch, one part behind the other."""
-    names = [field.name for field in fields(GenerationOutput)]
-    return GenerationOutput(**{name: [x for o in outputs for x in getattr(o, name)] for name in names})
+    names = [field.name for field in fields(GenerationOutput) if field.name != "preemptions"]
+    joined: dict[str, Any] = {name: [x for o in outputs for x in getattr(o, name)] for name in names}
+    return GenerationOutput(**joined, preemptions=sum(output.preemptions for output in outputs))
 
 
 def _running_batch(
@@ -141,9 +139,12 @@ def _running_batch(
     largest = pages_for(int(choice.longest().max()), page)
     max_running = min(-(-len(batch) // max(request.micro_batches, pp)), len(runs[place]))
     num_pages = enough = _needed_pages(choice, page, max_running)
-    budget_tokens = request.options.kv_cache_tokens
+    budget_tokens = request.room
     if budget_tokens is not None:
+        # A plan knows the prompts of training alone: those of an evaluation may be longer, or pages larger.
         num_pages = min(num_pages, budget_tokens // len(runs) // page)
+        if request.options.kv_cache_tokens is None:
+            num_pages = max(num_pages, largest)
         if num_pages < largest:
             raise UserError(
                 f"kv_cache_tokens={budget_tokens} is room for {num_pages} pages of {page} tokens in each of "

@@ -1,19 +1,19 @@
 """Sequences that are generated together: carries out the decisions of their scheduler on this stage."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.engine.generate.batching import RunningSequence, Scheduler, Step, pages_for
 from realhf.engine.generate.choice import DrawnTokens, TokenChoice
 from realhf.engine.generate.decode_graphs import DecodeGraphs
 from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
 from realhf.engine.generate.paged_attention import DecodeRows
 from realhf.engine.interface import GenerationOutput
+from realhf.geometry.batching import RunningSequence, Scheduler, Step, pages_for
 from realhf.models.attention import packed_positions
 from realhf.models.decoder import Decoder
 from realhf.parallel.vocabulary import Logits
@@ -132,7 +132,7 @@ class RunningBatch:
 
     def output(self, prompts: Sequence[Tensor]) -> GenerationOutput:
         """The rollouts, on the rank that recorded them."""
-        return self._drawn.output(prompts, self.device)
+        return replace(self._drawn.output(prompts, self.device), preemptions=self.scheduler.preemptions)
 
     def _tokens(self) -> Tensor:
         """The step's input [rows] int64: the last token of the decodes, all tokens of the prefills."""

@@ -19,7 +19,7 @@ from realhf.planning.dominance import worthwhile
 from realhf.planning.explain.analysis import Analysis, analyse
 from realhf.planning.model.features import differences
 from realhf.planning.options import Option, num_layouts, option_of
-from realhf.planning.predict import Prediction, predict, predict_in_best_order
+from realhf.planning.predict import Prediction, predict, predict_in_best_order, preemptions
 from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import DeviceNeed, native_problem
@@ -138,9 +138,10 @@ def _features(planned: Option) -> dict[str, Callable[[Option], bool]]:
 
 
 def _lacks(field: str, value: object, option: Option) -> bool:
-    """Other modes of operators are no lack of them, nor is another number of layers one of that choice."""
+    """Other modes of operators are no lack of them, nor is another number of layers, or of tokens, one of that
+    choice."""
     other = getattr(option.compute, field)
-    if field == "recomputed_layers":
+    if field in ("recomputed_layers", "kv_cache_tokens"):
         return other is None
     return not isinstance(other, tuple) if isinstance(value, tuple) else bool(other != value)
 
@@ -296,6 +297,7 @@ def explain(alone: Comparison) -> ExecutionPlan:
         memory=_memory(alone.analysis.prediction.needs),
         instead=tuple(map(_instead, explained.alternatives)),
         worth=explained.worth,
+        preemptions=preemptions(task, alone.plan),
     )
     return msgspec.structs.replace(alone.plan, rationale=rationale)
 

@@ -17,7 +17,7 @@ from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.option_rows import row_of
 from realhf.planning.search import models_that_can_wait, offloads
 from realhf.planning.task import PlanningTask
-from realhf.planning.ways import smallest_mix
+from realhf.planning.ways import has_open_room, least_room, smallest_mix
 
 MAX_TIMES_NODES = 64
 SEED = 0
@@ -100,6 +100,9 @@ def _smallest_computations(task: PlanningTask, call: ModelFunctionCallDef, plain
         ways += [mix for mix in (smallest_mix(task, call, way) for way in sharded) if mix]
         if len(ways) > 1:
             yield Option(layout, count, min(ways, key=partial(size_bytes, layout.strategy, count)))
+        if has_open_room(task, call):
+            room = least_room(task.call_models[call.name].lengths, layout.strategy.pp)
+            yield Option(layout, 1, CallCompute(kv_cache_tokens=room))
 
 
 def _fits(task: PlanningTask) -> bool:

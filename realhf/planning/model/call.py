@@ -63,7 +63,11 @@ class CallModel:
         """The call as a plan has it computed."""
         if compute == AS_SET_UP:
             return self
-        lengths = replace(self.lengths, decode_graphs=compute.decode_graphs or self.lengths.decode_graphs)
+        lengths = replace(
+            self.lengths,
+            decode_graphs=compute.decode_graphs or self.lengths.decode_graphs,
+            kv_cache_tokens=compute.kv_cache_tokens or self.lengths.kv_cache_tokens,
+        )
         features = features_during(self.call, lengths, self.features.under(compute))
         return replace(self, lengths=lengths, features=features, timings=self.timings.under(features))
 

@@ -10,7 +10,7 @@ import msgspec
 
 from realhf.architecture.chunks import PREFILL_TOKENS, RING_BYTES, SHORTEST_SHARED
 from realhf.architecture.compute import Recomputed
-from realhf.architecture.decoding import PAGE_TOKENS
+from realhf.architecture.decoding import LEAST_SHARE, PAGE_TOKENS
 from realhf.base.kept import kept
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
@@ -28,6 +28,7 @@ from realhf.planning.model.lengths import DecodePhase
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.osdp.units import StageUnits
 from realhf.planning.model.sizes import largest_units, largest_weight
+from realhf.planning.model.turns import Turns, Waiting, spread, take_turns
 from realhf.planning.model.workload import Workload
 
 # Memory of a worker on a CPU beside its tensors. Measured: 12 MiB that torch and oneDNN take when they first compute,
@@ -116,38 +117,69 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         return in_host_memory and is_rollout and prompt_tokens >= SHORTEST_SHARED and window is None
 
     @cached_property
-    def cache_turns(self) -> float:
-        """Room for keys and values that the sequences in flight need over the room that the call was given, at least 1:
-        with 1 / turns of them at a time, there are turns times as many decode steps."""
-        given, page, parts = self.lengths.kv_cache_tokens, PAGE_TOKENS, self.parts_in_flight
+    def room_tokens(self) -> float:
+        """Places for keys and values: what the sequences in flight need at their longest, or what the call was given
+        for them where that is less, in whole pages of each part."""
+        given, parts = self.lengths.kv_cache_tokens, self.parts_in_flight
         if given is None:
-            return 1.0
-        return max(1.0, self._cache_tokens() / (parts * max(given // parts // page, 1) * page))
+            return self.needed_tokens
+        return min(self.needed_tokens, parts * max(given // parts // PAGE_TOKENS, 1) * PAGE_TOKENS)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is no room for all sequences in flight at their longest."""
+        return self.room_tokens < self.needed_tokens
+
+    @cached_property
+    def turns(self) -> Turns | None:
+        """The turns that the sequences of a part take; None where there is room for all in flight."""
+        if not self.waits:
+            return None
+        lengths, parts, dp = self.lengths, self.parts_in_flight, self.placed.strategy.dp
+        replays = self.placed.features.replays(self.placed.model, lengths.decode_graphs)
+        return take_turns(
+            Waiting(
+                room=round(self.room_tokens / parts),
+                sequences=math.ceil(self.samples / parts),
+                running=math.ceil(self.samples / self.parts),
+                sharing=self.sharing,
+                prompt_tokens=round(lengths.prompt_tokens),
+                responses=lengths.responses or spread(lengths.new_tokens, lengths.max_new_tokens),
+                longest=round(lengths.longest_response(self.samples * dp)),
+                least_share=LEAST_SHARE if replays else 0.0,
+            )
+        )
+
+    @property
+    def preemptions(self) -> float:
+        """Expected number in a generation, of all parts."""
+        return self.parts_in_flight * self.turns.preemptions if self.turns else 0.0
 
     @cached_property
     def decode_phases(self) -> tuple[DecodePhase, ...]:
-        """The decode steps of a generation, each of all its micro-batches.
+        """The decode steps of a generation, each of all its micro-batches; those that are simulated where sequences
+        wait for room.
 
         Without a distribution there are steps up to the limit, in which as many sequences run as the mean response
-        says. With one, sequences that wait for room, or for the
-        stages of a pipeline, take the places of those that end, so that the batch stays full; the last of them shrink
-        to the longest response of all ranks, which the call waits for.
+        says. With one, sequences that wait for the stages of a pipeline take the places of those that end, so that the
+        batch stays full; the last of them shrink to the longest response of all ranks, which the call waits for.
         """
-        responses = self.lengths.responses
+        responses, rounds = self.lengths.responses, self.parts / self.parts_in_flight
+        if self.turns:
+            return tuple(replace(each, steps=each.steps / rounds) for each in self.turns.phases)
         if responses is None:
             limit = self.lengths.max_new_tokens
             share = (self.lengths.new_tokens - 1) / (limit - 1) if limit > 1 else 1.0
-            return (DecodePhase(self.cache_turns * max(limit - 1, 0), share, limit / 2),)
-        rounds = self.parts / self.parts_in_flight
-        turns = self.cache_turns * rounds
-        at_once = self.samples / turns * self.placed.strategy.dp
+            return (DecodePhase(max(limit - 1, 0), share, limit / 2),)
+        at_once = self.samples / rounds * self.placed.strategy.dp
         phases = [replace(each, steps=each.steps / rounds) for each in responses.decode_phases(at_once)]
-        if turns > 1 and responses.mean > 1:
+        if rounds > 1 and responses.mean > 1:
             middle = (responses.mean_square - responses.mean) / (2 * (responses.mean - 1))
-            phases.insert(0, DecodePhase((turns - 1) / rounds * (responses.mean - 1), 1.0, middle))
+            phases.insert(0, DecodePhase((rounds - 1) / rounds * (responses.mean - 1), 1.0, middle))
         return tuple(phases)
 
-    def _cache_tokens(self) -> float:
+    @cached_property
+    def needed_tokens(self) -> float:
         """Places for keys and values, in whole pages, of all sequences in flight at their longest.
 
         Samples of a prompt share its full pages where no part waits for another one to end. What lies behind those
@@ -231,8 +263,12 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         placed, per_part = self.placed, math.ceil(self.samples / self.parts)
         activations = activation_elements(placed.model, placed.strategy.tp) * placed.item
         longest = self.lengths.max_prompt_tokens
-        prefill = min(per_part / self.sharing * longest, max(PREFILL_TOKENS, longest)) * activations
-        return self._cache_bytes() + prefill + self._step_bytes(per_part) + placed.packed_bytes()
+        prefill = min(per_part / self.sharing * longest, max(PREFILL_TOKENS, longest))
+        if self.waits:  # sequences that were preempted are computed again with their responses, in the room there is
+            room = self.room_tokens / self.parts_in_flight
+            prefill = min(room, max(PREFILL_TOKENS, self.lengths.max_tokens))
+            per_part = min(per_part, int(room) // PAGE_TOKENS)
+        return self._cache_bytes() + prefill * activations + self._step_bytes(per_part) + placed.packed_bytes()
 
     def _step_bytes(self, rows: int) -> float:
         """A decode step beside activations: two arrays of logits; on a GPU all that a draw makes of them, and
@@ -250,7 +286,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         placed = self.placed
         replays = placed.features.replays(placed.model, self.lengths.decode_graphs)
         spare = self.parts_in_flight * PAGE_TOKENS if replays else 0
-        return placed.cache_bytes(self._cache_tokens() / self.cache_turns + spare)
+        return placed.cache_bytes(self.room_tokens + spare)
 
     def _passes_bytes(self) -> float:
         """An inference, or the passes of a training with what they gather, or its optimizer's step."""

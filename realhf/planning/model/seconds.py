@@ -178,7 +178,8 @@ class RankSeconds:
 
         With m >= pp micro-batches, pp of them in flight, a decode step of all takes m times the slowest stage: a
         micro-batch's next token waits for its last one to have passed all pp stages, which meanwhile work on the
-        others. Fewer samples than stages leave stages idle. Where the KV cache has no room for all, they take turns.
+        others. Fewer samples than stages leave stages idle. Where the KV cache has no room for all, they take turns,
+        and those that are preempted are computed again.
         """
         tokens, length = self.work.prompts * self.lengths.prompt_tokens, self.lengths.attended_prompt
         stages = self._stages(
@@ -192,8 +193,20 @@ class RankSeconds:
         for phase in self.work.decode_phases:
             slowest = max(self._stages(partial(self._decode_stage_s, phase)))
             decodes += phase.steps * (max(self.micro_batches, self.strategy.pp) * slowest)
-        prefill += self._recording_s
+        prefill += self._recording_s + self._again_s()
         return prefill + self.timings.hardware.sampling_s + decodes
+
+    def _again_s(self) -> float:
+        """What is computed again of sequences that were preempted, and of prompts whose samples begin one by one."""
+        turns = self.work.turns
+        if not turns or not turns.again_tokens:
+            return 0.0
+        stages = self._stages(
+            lambda stage: self._stage_s(
+                stage, turns.again_tokens, turns.again_length, train=False, head_tokens=turns.preemptions
+            )
+        )
+        return self.work.parts_in_flight * max(stages)
 
     @property
     def _recording_s(self) -> float:
@@ -299,7 +312,7 @@ class RankSeconds:
         pp = self.strategy.pp
         layers = len(stage_layers(self.model.num_layers, pp, stage))
         context = self.lengths.prompt_tokens + phase.tokens
-        sequences = self.sequences / self.work.cache_turns * phase.share
+        sequences = self.sequences * phase.share
         layer_s = self.timings.decode_layer(sequences, context, self.group)
         seconds = self.timings.overheads.decode_step_s + layers * layer_s
         if stage == 0:

@@ -112,6 +112,7 @@ class SingleContext:
     steps: int = 0
     micro_batches: int = 1
     decode_graphs: GraphLife | None = None
+    kv_cache_tokens: int | None = None
     holds_outputs: bool = True
     record: frozenset[str] = frozenset()
     batch_size: int = 64

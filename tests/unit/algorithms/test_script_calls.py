@@ -15,7 +15,7 @@ from realhf.api import Columns, GenerationOptions, inputs, loss_function
 from realhf.api.script.config import Generate, Logprobs, Measure, OwnMethod, Score, Update, Values
 from realhf.api.script.views import Application, ColumnOf, View
 from realhf.engine.batch import Batch
-from realhf.engine.interface import CallResult, GenerationRequest
+from realhf.engine.interface import CallResult, GenerationOutput, GenerationRequest
 from realhf.engine.returned import InterfaceError
 from tests.unit.algorithms.script_rollouts import (
     ANSWERS,
@@ -81,6 +81,24 @@ def test_a_first_generation_has_the_random_numbers_of_the_seed(
     assert set(made) == {"seq", "logprob", "drawn_logprob", "margin"}  # logits are kept on demand alone
     silent = context(holds_outputs=False)
     assert GenerateInterface(config).generate(language_model(), prompts, silent).outputs == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "planned", "room"), [(None, None, None), (64, None, 64), (None, 32, 32), (64, 32, 64)]
+)
+def test_a_generation_has_the_room_of_its_options_or_of_the_plan(
+    context: Any, prompts: Batch, given: int | None, planned: int | None, room: int | None
+) -> None:
+    """Where there is one, it tells how many sequences lost their place."""
+
+    class Asked:
+        def generate(self, batch: Batch, request: GenerationRequest) -> GenerationOutput:
+            assert request.room == room
+            return GenerationOutput(preemptions=3)
+
+    config = Generate(max_new_tokens=4, eos_token=-1, kv_cache_tokens=given)
+    result = GenerateInterface(config).generate(Asked(), prompts, context(kv_cache_tokens=planned))  # type: ignore
+    assert result.stats.get("preemptions") == (None if room is None else (3.0, 1.0))
 
 
 def test_generation_takes_its_prompts_from_the_column_of_its_view(

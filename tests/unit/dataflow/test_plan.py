@@ -248,6 +248,11 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
         "reward_inference: compute has decode_graphs='call', which is for generate calls, and this one generates "
         "nothing; leave it out",
     ),
+    "a KV cache of a call that generates nothing": (
+        with_call("reward_inference", compute=CallCompute(kv_cache_tokens=64)),
+        "reward_inference: compute has kv_cache_tokens=64, which is for generate calls, and this one generates "
+        "nothing; leave it out",
+    ),
     "sharding of what is not the home": (
         with_call(compute=CallCompute(data_parallel="fsdp")),
         "actor_generate: compute has data_parallel='fsdp', which is for the home of model 'actor'; leave it out, or "
@@ -375,6 +380,7 @@ def test_how_calls_are_computed_in_words() -> None:
         CallCompute(decode_graphs="off"): "no graphs",
         CallCompute(in_place=True): "copy filled in place",
         CallCompute(in_place=False): "copy filled beside the home",
+        CallCompute(kv_cache_tokens=4096): "KV cache of 4,096 tokens",
         CallCompute(): "",
     }
     assert [str(compute) for compute in said] == list(said.values())
@@ -519,6 +525,17 @@ def test_graphs_that_the_experiment_fixes_are_not_the_plan_s_to_choose() -> None
             continue
         with pytest.raises(UserError, match="leave it open, and the experiment fixes decode_graphs='off'; leave it"):
             check_plan(plan, graph, 4)
+
+
+def test_the_room_that_the_experiment_gives_is_not_the_plan_s_to_choose() -> None:
+    class Fixed(Nothing):
+        kv_cache_tokens = 64
+
+    graph = DataflowGraph([call("m", GENERATE, ["x"], ["y"], interface_impl=Fixed())], ["x"])
+    compute = CallCompute(kv_cache_tokens=32)
+    plan = ExecutionPlan(num_devices=1, calls={"m_generate": CallPlan(devices=(0, 1), compute=compute)})
+    with pytest.raises(UserError, match="the experiment fixes kv_cache_tokens=64; leave it out of the plan"):
+        check_plan(plan, graph, 4)
 
 
 def test_mini_batches_have_to_divide_the_batch() -> None:

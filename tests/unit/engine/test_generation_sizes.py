@@ -11,7 +11,6 @@ from realhf.api.generation import GenerationOptions
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 from realhf.engine.generate import loop
-from realhf.engine.generate.batching import Limits
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.decode_layers import decode_layers
 from realhf.engine.generate.loop import (
@@ -23,6 +22,7 @@ from realhf.engine.generate.loop import (
     packed_weights,
 )
 from realhf.engine.interface import GenerationOutput, GenerationRequest
+from realhf.geometry.batching import Limits
 from realhf.models.decoder import Decoder
 from tests.unit.engine.decoder_boxes import build_decoder, initialise
 from tests.unit.engine.losses import ONE_RANK, tiny
@@ -207,6 +207,17 @@ def test_a_budget_is_divided_among_the_parts_of_a_batch(decoder: Decoder) -> Non
     )
     with pytest.raises(UserError, match=message):
         loop._running_batch(decoder, batch, request(kv_cache_tokens=95), workspace, runs, 0)
+
+
+def test_the_room_of_a_plan_holds_a_sequence_at_least(decoder: Decoder) -> None:
+    """An evaluation may have longer prompts than training; what the experiment gives is left as it is."""
+    batch = Batch((1, 2), {"prompt": [torch.tensor([3] * length) for length in (30, 20)]})
+    for planned, pages in ((1, 3), (64, 4), (1000, 5)):
+        workspace = Workspace()
+        generate(decoder, batch, request(planned_room=planned), workspace)
+        assert workspace.asked == [(0, pages, 2, 3)]
+    with pytest.raises(UserError, match="kv_cache_tokens=16 is room for 1 pages"):
+        generate(decoder, batch, request(kv_cache_tokens=16, planned_room=64), Workspace())
 
 
 def test_weights_are_packed_once_for_as_long_as_a_call_takes() -> None:

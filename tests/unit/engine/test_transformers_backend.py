@@ -257,6 +257,11 @@ def test_what_is_refused(saved, tmp_path: Path) -> None:
         lambda: model.generate(batch, GenerationRequest(options, sample_key=(0, 0), prompt_key="tokens")),
     )
 
+    planned = GenerationRequest(
+        replace(options, kv_cache_tokens=None), sample_key=(0, 0), prompt_key="tokens", planned_room=9
+    )
+    assert model._together(batch, planned) == 1
+
     content = (theirs.directory / "config.json").read_text()
     path = tmp_path / "config.json"
     refused("cannot read the architecture", lambda: transformers_model(tmp_path))

@@ -51,7 +51,9 @@ ACTOR = DataflowGraph(
     ["prompt"],
 )
 APART = {
-    "actor_generate": CallPlan(devices=(1, 1), micro_batches=2, compute=CallCompute(decode_graphs="call")),
+    "actor_generate": CallPlan(
+        devices=(1, 1), micro_batches=2, compute=CallCompute(decode_graphs="call", kv_cache_tokens=64)
+    ),
     "actor_train_step": ON_ZERO,
 }
 
@@ -92,7 +94,7 @@ def test_a_step_of_two_layouts_message_by_message() -> None:
                 1,
                 CallFunction(
                     request_id=0, batch=batch, call="actor_generate", layout=ONE, mini_batches=((0, 1, 2, 3),),
-                    micro_batches=2, version=step, decode_graphs="call",
+                    micro_batches=2, version=step, decode_graphs="call", kv_cache_tokens=64,
                 ),
             ),
             (1, Release(model="actor", layout=ONE)),

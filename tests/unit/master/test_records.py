@@ -41,6 +41,17 @@ PLAN = ExecutionPlan(
 )
 
 
+def test_preemptions_stand_beside_the_times_of_their_call() -> None:
+    calls = [
+        record(name, 1.0, 2.0, tokens=5, preemptions=(7.0, 2.0)) for name in ("actor_generate", "teacher_generate")
+    ]
+    line = step_metrics(1, [*calls, record("actor_train_step", 2.0, 3.0)], PLAN, 0.0)
+    assert {name: call.get("preemptions") for name, call in line["calls"].items()} == {
+        "actor_generate": 3.5, "teacher_generate": 3.5, "actor_train_step": None
+    }  # fmt: skip
+    assert not [name for name in line if "preemptions" in name]
+
+
 def test_a_line_of_metrics() -> None:
     line = step_metrics(
         4,

@@ -183,6 +183,7 @@ def test_the_features_of_a_call(planned: Option, features: list[str]) -> None:
         (option(chunks=2), option(), option(chunks=4)),
         (option(recomputation="full"), option(recomputation="selective"), option(recomputation="full")),
         (option(recomputed_layers=2), option(), option(recomputed_layers=3)),
+        (option(kv_cache_tokens=32), option(), option(kv_cache_tokens=64)),
         (option(data_parallel=MODES), option(data_parallel="fsdp"), option(data_parallel=(("*", "zero1"),))),
         (option(data_parallel="fsdp"), option(data_parallel=MODES), option(data_parallel="fsdp", prefetch=True)),
     ],

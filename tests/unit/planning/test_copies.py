@@ -238,6 +238,6 @@ def test_tables_and_pages_name_the_sources() -> None:
     plan = copying(plan_of(HALVES, WHOLE))
     text = "second from the copy of first"
     assert list(choice_lines(plan)) == [f"parameters not from home: {text}"]
-    assert text in plan_section(plan)
+    assert text in plan_section(plan, [])
     assert list(choice_lines(plan_of(HALVES, WHOLE))) == []
-    assert "not from home" not in plan_section(plan_of(HALVES, WHOLE))
+    assert "not from home" not in plan_section(plan_of(HALVES, WHOLE), [])

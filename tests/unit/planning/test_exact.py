@@ -139,7 +139,10 @@ def test_what_a_certificate_says() -> None:
     [
         ({"has_all_meshes": False}, "plan on runs of blocks of nodes"),
         ({"num_meshes": 3}, "plan on 3 of the meshes"),
-        ({"breadth": "computation"}, "plan without chunks, moved optimizer states or modes of operators"),
+        (
+            {"breadth": "computation"},
+            "plan without chunks, moved optimizer states, modes of operators or smaller KV caches",
+        ),
         ({"breadth": "plain"}, "plan without chunks, with calls computed as they are set up"),
         ({"offload": ("ref", "reward")}, "plan with ref, reward in host memory"),
         ({"offload": ()}, "plan with no model in host memory"),

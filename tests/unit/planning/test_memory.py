@@ -409,7 +409,11 @@ def test_a_cache_of_given_size_is_no_larger() -> None:
 
     a_page = PlacedModel(TINY, strategy, "float32").cache_bytes(16)
     assert bytes_with(None) == bytes_with(256) == bytes_with(1000), "a page for each of 16 samples"
-    assert bytes_with(None) - bytes_with(40) == (16 - 2) * a_page
+    # In two pages there are two sequences, each with an array of logits and one more, and no more tokens to compute.
+    prefill, logits = (16 * 6 - 32) * activation_elements(TINY, 1) * 4, 2 * (16 - 2) * 32 * 4
+    assert bytes_with(None) - bytes_with(40) == (16 - 2) * a_page + prefill + logits
+    # Those that were preempted may be computed again with their responses.
+    assert bytes_with(240) - bytes_with(None) == (240 - 16 * 6) * activation_elements(TINY, 1) * 4 - a_page - 2 * 32 * 4
 
 
 def test_a_cpu_has_the_weights_of_the_linears_twice_while_it_generates() -> None:

@@ -15,7 +15,7 @@ from realhf.api.experiment import KeyLengths, ModelSetup
 from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
 from realhf.planning import planner
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.workload import Workload
@@ -369,11 +369,13 @@ def test_the_share_of_the_next_search(
 @pytest.mark.parametrize(
     ("pp", "room", "least"), [(1, 32, None), (1, 31, 32), (2, 64, None), (2, 63, 64), (1, None, 0)]
 )
-def test_the_cache_has_room_for_one_sequence(pp: int, room: int | None, least: int | None) -> None:
+@pytest.mark.parametrize("by_plan", [False, True])
+def test_the_cache_has_room_for_one_sequence(pp: int, room: int | None, least: int | None, by_plan: bool) -> None:
     """Of 17 tokens, in pages of 16, in each part of the batch."""
-    lengths = Workload(prompt_tokens=8, new_tokens=9, kv_cache_tokens=room)
+    lengths = Workload(prompt_tokens=8, new_tokens=9, kv_cache_tokens=None if by_plan else room)
     task = replace(TASK, workload=Workload(prompt_tokens=8, calls={"actor_generate": lengths}))
-    plan = structs.replace(PLAN, calls={"actor_generate": CallPlan(devices=(0, pp), pp=pp)})
+    compute = CallCompute(kv_cache_tokens=room if by_plan else None)
+    plan = structs.replace(PLAN, calls={"actor_generate": CallPlan(devices=(0, pp), pp=pp, compute=compute)})
     if not least:
         planner.check_cache_room(plan, task)
         return

@@ -15,11 +15,13 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfac
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
 from realhf.geometry.pipeline_schedule import training_order
+from realhf.planning.model import rank_work
 from realhf.planning.model.activations import InFlight, activation_elements, beyond_kept_bytes, kept_bytes
 from realhf.planning.model.features import ENGINE
 from realhf.planning.model.lengths import DecodePhase, LengthDistribution
 from realhf.planning.model.rank_work import RankWork, layers_in_flight
 from realhf.planning.model.sizes import largest_units
+from realhf.planning.model.turns import Waiting, spread, take_turns
 from realhf.planning.model.workload import Workload
 from tests.unit.planning.graphs import TINY, call, work_of
 
@@ -123,36 +125,60 @@ def test_samples_that_are_expected_to_be_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "strategy", "turns"),
+    ("given", "strategy", "room"),
     [
-        (None, (1, 1, 1), 1.0),
-        (256, (1, 1, 1), 1.0),  # a page of 16 tokens for each of 16 samples
-        (1000, (1, 1, 1), 1.0),
-        (255, (1, 1, 1), 16 / 15),
-        (40, (1, 1, 1), 8.0),  # two pages
-        (15, (1, 1, 1), 16.0),  # one at least
-        (100, (1, 1, 2), 16 / 6),  # three pages for each of two parts
-        (95, (1, 1, 2), 16 / 4),
+        (None, (1, 1, 1), 256),
+        (256, (1, 1, 1), 256),  # a page of 16 tokens for each of 16 samples
+        (1000, (1, 1, 1), 256),
+        (255, (1, 1, 1), 240),
+        (40, (1, 1, 1), 32),
+        (15, (1, 1, 1), 16),  # a page at least
+        (100, (1, 1, 2), 96),  # three pages for each of two parts
+        (95, (1, 1, 2), 64),
     ],
 )
-def test_turns_of_sequences_without_room(given: int | None, strategy: tuple[int, ...], turns: float) -> None:
-    found = work(GENERATE, strategy, 1, replace(LENGTHS, kv_cache_tokens=given)).cache_turns
-    assert found == pytest.approx(turns)
+def test_room_for_keys_and_values(given: int | None, strategy: tuple[int, ...], room: float) -> None:
+    found = work(GENERATE, strategy, 1, replace(LENGTHS, kv_cache_tokens=given))
+    assert (found.room_tokens, found.waits) == (room, room < 256)
+    assert (found.turns is not None) == found.waits
+
+
+def test_each_part_in_flight_takes_turns_in_its_share_of_the_room() -> None:
+    """Four micro-batches on two stages: of the eight samples of each part four run at once, in two pages."""
+    found = work(GENERATE, (1, 1, 2), 4, drawn(kv_cache_tokens=64))
+    turns = take_turns(
+        Waiting(
+            room=32, sequences=8, running=4, sharing=1, prompt_tokens=8, responses=DRAWN, longest=6, least_share=0.0
+        )
+    )
+    assert found.turns == turns
+    assert found.preemptions == 2 * turns.preemptions
+    assert found.decode_phases == tuple(replace(each, steps=each.steps / 2) for each in turns.phases)
+
+
+@pytest.mark.parametrize(("on_gpus", "least_share"), [(True, 1 / 16), (False, 0.0)])
+def test_without_a_distribution_responses_spread_around_their_mean(
+    on_gpus: bool, least_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(rank_work, "take_turns", asked.append)
+    lengths = Workload(prompt_tokens=8, new_tokens=4, max_new_tokens=10, kv_cache_tokens=64)
+    assert work(GENERATE, lengths=lengths, on_gpus=on_gpus).turns is None
+    assert asked == [
+        Waiting(
+            room=64, sequences=16, running=16, sharing=1, prompt_tokens=8, responses=spread(4, 10), longest=10,
+            least_share=least_share,
+        )
+    ]  # fmt: skip
+    assert work(GENERATE, lengths=replace(lengths, kv_cache_tokens=None)).preemptions == 0.0
 
 
 @pytest.mark.parametrize(
-    ("new_tokens", "given", "phase"),
-    [
-        (5, None, DecodePhase(4.0, 1.0, 2.5)),
-        (5, 128, DecodePhase(8.0, 1.0, 2.5)),
-        (1, None, DecodePhase(0.0, 1.0, 0.5)),
-        (0, None, DecodePhase(0.0, 1.0, 0.0)),
-    ],
+    ("new_tokens", "phase"),
+    [(5, DecodePhase(4.0, 1.0, 2.5)), (1, DecodePhase(0.0, 1.0, 0.5)), (0, DecodePhase(0.0, 1.0, 0.0))],
 )
-def test_responses_that_are_alike_decode_up_to_the_limit(
-    new_tokens: int, given: int | None, phase: DecodePhase
-) -> None:
-    lengths = Workload(prompt_tokens=8, new_tokens=new_tokens, kv_cache_tokens=given)
+def test_responses_that_are_alike_decode_up_to_the_limit(new_tokens: int, phase: DecodePhase) -> None:
+    lengths = Workload(prompt_tokens=8, new_tokens=new_tokens)
     assert work(GENERATE, (1, 1, 1), 1, lengths).decode_phases == (phase,)
 
 
@@ -182,22 +208,20 @@ def test_responses_of_one_token_take_no_places_of_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "micro_batches", "given", "at_once", "turns", "rounds"),
+    ("strategy", "micro_batches", "at_once", "rounds"),
     [
-        ((1, 1, 1), 4, None, 4, 4, 4),  # four parts one after another
-        ((2, 1, 1), 4, None, 4, 4, 4),  # two of each of two ranks
-        ((1, 1, 2), 4, None, 8, 2, 2),
-        ((1, 1, 1), 1, 64, 4, 4, 1),  # room for a quarter
-        ((1, 1, 1), 2, 64, 4, 4, 2),  # two parts, and room for half of one
+        ((1, 1, 1), 4, 4, 4),  # four parts one after another
+        ((2, 1, 1), 4, 4, 4),  # two of each of two ranks
+        ((1, 1, 2), 4, 8, 2),
     ],
 )
 def test_a_batch_stays_full_while_sequences_wait(
-    strategy: tuple[int, ...], micro_batches: int, given: int | None, at_once: int, turns: int, rounds: int
+    strategy: tuple[int, ...], micro_batches: int, at_once: int, rounds: int
 ) -> None:
     """Those that wait take the places of those that end: steps of all tokens, and then the last of them shrink."""
-    found = work(GENERATE, strategy, micro_batches, drawn(kv_cache_tokens=given)).decode_phases
+    found = work(GENERATE, strategy, micro_batches, drawn()).decode_phases
     shrinking = [replace(each, steps=each.steps / rounds) for each in DRAWN.decode_phases(at_once)]
-    full = DecodePhase((turns - 1) / rounds * 3, 1.0, MIDDLE)
+    full = DecodePhase((rounds - 1) / rounds * 3, 1.0, MIDDLE)
     assert found == (full, *shrinking)
 
 
@@ -221,13 +245,13 @@ def test_pages_that_suffice_for_every_prompt(
     )  # fmt: skip
     sharing = samples_per_prompt if micro_batches == 1 else 1
     of_group = max(pages(prompt, new_tokens, sharing) for prompt in ([longest] if are_alike else range(1, longest + 1)))
-    found = work(GENERATE, (1, 1, 1), micro_batches, lengths)._cache_tokens()
+    found = work(GENERATE, (1, 1, 1), micro_batches, lengths).needed_tokens
     assert found == 16 / micro_batches / sharing * of_group * 16
 
 
 def test_parts_of_unequal_size_have_room_for_the_larger() -> None:
     """16 samples in three parts, all in flight: of 6 each at most, with a page for each."""
-    assert work(GENERATE, (1, 1, 3), 3)._cache_tokens() == 3 * 6 * 16
+    assert work(GENERATE, (1, 1, 3), 3).needed_tokens == 3 * 6 * 16
 
 
 @dataclass(frozen=True, kw_only=True)

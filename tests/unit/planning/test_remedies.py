@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from realhf.api import Generate
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import AS_SET_UP, CallCompute
 from realhf.dataflow.pools import Pool
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.explain import remedies
 from realhf.planning.explain.remedies import Remedies, find_remedies, smallest_peak_bytes
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
@@ -209,3 +211,15 @@ def test_the_smallest_way_to_compute_in_each_strategy(is_training: bool, monkeyp
     found = list(remedies._smallest_computations(task, definition, plain))
     assert found == [Option(wide, 4, mixed if is_training else sharded)]
     assert asked == [(wide.strategy, 4, sharded)]
+
+
+def test_the_smallest_cache_counts_where_a_plan_may_choose_it() -> None:
+    """All samples together, and one sequence in each part at a time."""
+    rollout = Generate(max_new_tokens=24, eos_token=-1)
+    generation = replace(call("actor", TINY, GENERATE, "prompts", "seq"), interface_impl=rollout)
+    graph, lengths = DataflowGraph([generation], ["prompts"]), Workload(prompt_tokens=8, new_tokens=24)
+    layout = Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2))
+    for mixed in ({"actor"}, set[str]()):
+        task = replace(TASK, graph=graph, workload=lengths, mixed=frozenset(mixed))
+        found = list(remedies._smallest_computations(task, generation, [Option(layout, 4)]))
+        assert found == ([Option(layout, 1, CallCompute(kv_cache_tokens=64))] if mixed else [])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
 from realhf.planning import search
 from realhf.planning.certificate import Certificate
@@ -242,8 +242,12 @@ def test_a_wider_search_that_finds_nothing_faster_counts_its_plans(
 
 @pytest.mark.parametrize(
     "words",
-    [{"offload": ("ref",)}, {"calls": {**ON, "a": CallPlan(devices=(0, 2), pp=2, chunks=2)}}],
-    ids=["offload", "chunks"],
+    [
+        {"offload": ("ref",)},
+        {"calls": {**ON, "a": CallPlan(devices=(0, 2), pp=2, chunks=2)}},
+        {"calls": {**ON, "a": CallPlan(devices=(0, 2), pp=2, compute=CallCompute(kv_cache_tokens=64))}},
+    ],
+    ids=["offload", "chunks", "room"],
 )
 def test_a_wider_plan_is_none_of_those_that_the_proof_is_about(
     words: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from realhf.planning.model.lengths import DecodePhase, LengthDistribution
 from realhf.planning.model.profile import CallOverheads, CollectiveKind
 from realhf.planning.model.seconds import Crossings, RankSeconds, _examples_of_stages, crossings
 from realhf.planning.model.timings import ProfiledTimings, TensorGroup
+from realhf.planning.model.turns import Turns
 from realhf.planning.model.workload import Workload
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, work_of
 from tests.unit.planning.test_profile import profile
@@ -261,13 +262,19 @@ def test_a_generation_on_one_stage_sends_nothing() -> None:
     assert seconds._decode_stage_s(DecodePhase(9.0, 0.25, 3.0), 0) == pytest.approx(quarter)
 
 
-def test_sequences_that_wait_for_room_make_steps_smaller() -> None:
-    """Room for one of two parts of 4 sequences: a page of 16 tokens each."""
+def test_preempted_sequences_are_computed_again_in_each_part() -> None:
+    """Two parts in flight, on stages of which the slowest counts."""
     seconds = rank(GENERATE, CROSSES[0], lengths=replace(LENGTHS, kv_cache_tokens=2 * 2 * 16))
-    assert seconds.work.cache_turns == 2
-    found = seconds._decode_stage_s(DecodePhase(1.0, 1.0, 2.0), 0)
-    step = 17 + 3 * price("decode", 2, 10, 2, True) + price("embedding", 2, 2, False, True)
-    assert found == pytest.approx(step + message(2, CROSSES[0]))
+    assert seconds.work.turns is not None
+    assert seconds._again_s() == 0.0, "those that wait have not begun, and nobody is preempted"
+    seconds.work.__dict__["turns"] = Turns(phases=(), preemptions=3.0, again_tokens=50.0, again_length=25.0)
+    stages = [seconds._stage_s(stage, 50.0, 25.0, train=False, head_tokens=3.0) for stage in (0, 1)]
+    assert seconds._again_s() == 2 * max(stages)
+    assert seconds._again_s() > 0.0
+    whole = rank(GENERATE, CROSSES[0])
+    seconds.work.__dict__["decode_phases"] = whole.work.decode_phases
+    assert seconds.generate_s() == pytest.approx(whole.generate_s() + seconds._again_s())
+    assert rank(GENERATE, CROSSES[0])._again_s() == 0.0
 
 
 @pytest.mark.parametrize(("blocking", "messages"), [(False, 1), (True, 2)])

@@ -4,10 +4,10 @@ import pytest
 
 from realhf.api.generation import GenerationOptions
 from realhf.engine.generate import loop
-from realhf.engine.generate.batching import Scheduler, Step
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.loop import generate
 from realhf.engine.interface import GenerationRequest
+from realhf.geometry.batching import Scheduler, Step
 from tests.unit.engine.captures import EagerCapture
 from tests.unit.engine.losses import tiny
 from tests.unit.engine.test_decode_graphs import batch_of, decoder_of

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.engine.generate.batching import Limits, Scheduler, Step, pages_for
-from realhf.engine.generate.block_manager import BlockManager
+from realhf.geometry.batching import Limits, Scheduler, Step, pages_for
+from realhf.geometry.block_manager import BlockManager
 
 PAGE = 4
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from realhf.engine.generate.block_manager import BlockManager
+from realhf.geometry.block_manager import BlockManager
 
 
 @dataclass(eq=False)
