@@ -14,6 +14,7 @@ from torch import Tensor
 
 from realhf.cpu.pages import HUGE_PAGE_BYTES, give_back
 from realhf.engine.residency.offload import LARGEST_BLOCK_BYTES, allocate, free
+from realhf.parallel.views import storage_id
 
 PIECE_BYTES = LARGEST_BLOCK_BYTES  # a bucket of a reallocation
 
