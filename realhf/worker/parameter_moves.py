@@ -165,7 +165,7 @@ class ParameterMoves:
             *(run.placement(name) for name in (node.source, node.target)),
             run.spec.devices_per_node,
             element_bytes=getattr(torch, run.experiment.setups[node.target].dtype).itemsize,
-            forwarding=False,  # a device would send on its average
+            by="messages",  # a device would send on its average
         )
         if target:
             target.residency.select_version(node.version(step))  # the version that no request needs any more

@@ -203,7 +203,7 @@ def test_a_single_holder_starts_a_chain() -> None:
         [(3, 2, 2, True)],
     ]
     assert plan.sent_bytes == {0: 16, 1: 8, 2: 8, 3: 16}
-    direct = plan_reallocation(source, target, bucket_bytes=8, forwarding=False)
+    direct = plan_reallocation(source, target, bucket_bytes=8, by="messages")
     assert direct.sent_bytes == {0: 48}
     assert len(direct.rounds) == 6
 
