@@ -263,7 +263,7 @@ class _Done(dist.Work):
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         return True
 
-    def get_future(self) -> torch.futures.Future[Sequence[Tensor]]:  # type: ignore[override]
+    def get_future(self) -> torch.futures.Future[Sequence[Tensor]]:
         return self._future
 
 

@@ -1,6 +1,6 @@
 """From a dataflow graph, options and costs to the tables of a planning problem."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from realhf.dataflow.copies import running_beside, takers_of, with_copies
@@ -29,6 +29,7 @@ def build_problem(
     reallocations: ReallocationTable = reallocation_table,
     groups: bool = False,
     copies: Mapping[str, str] | None = None,
+    broadcasts: Collection[str] = (),
 ) -> Problem:
     """The tables for a choice among `options` of every call.
 
@@ -47,11 +48,12 @@ def build_problem(
     several layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
 
     `copies` has the source of each call that takes its copy from another call's (`realhf.dataflow.copies`); the calls
-    have one option each then.
+    have one option each then. So they have with `broadcasts`: the moves of these calls, and of these models' following,
+    are collectives (`realhf.planning.carriers`).
     """
     if copies:
         task = replace(task, graph=with_copies(task.graph, copies))
-    numbers, graph = Numbering(task, options, groups, copies or {}), task.graph
+    numbers, graph = Numbering(task, options, groups, copies or {}, broadcasts), task.graph
     rows, parameters = OptionRows(numbers), ParameterTransfers(numbers, reallocations)
     host_copies, loads = parameters.host_copies()
     transfers = [beside_table(numbers, call) for call in graph.beside.values()]

@@ -102,7 +102,7 @@ class TorchCarrier:
 
     @property
     def _is_nccl(self) -> bool:
-        return dist.is_initialized() and dist.get_backend(self._group) == dist.Backend.NCCL
+        return dist.is_initialized() and _is_nccl(self._group)
 
     def packed_bytes(self, messages: Sequence[Message]) -> int:
         self._cut_last = messages, self._pieces(messages)
@@ -197,6 +197,7 @@ class BroadcastCarrier:
 
     def __init__(self, groups: Mapping[tuple[int, ...], dist.ProcessGroup], beside: Carrier, waits: Waits = HOST_WAITS):
         self._groups, self._beside, self._waits = groups, beside, waits
+        self._last: dist.Work | None = None  # over NCCL
         self._last: dist.Work | None = None
 
     def packed_bytes(self, messages: Sequence[Message]) -> int:
@@ -214,8 +215,7 @@ class BroadcastCarrier:
         return self._beside.copy(here, there)
 
     def _pieces(self, message: Message) -> "list[_Piece]":
-        is_nccl = dist.get_backend(self._group(message)) == dist.Backend.NCCL
-        most_bytes = NCCL_MESSAGE_BYTES if is_nccl else MESSAGE_BYTES
+        most_bytes = NCCL_MESSAGE_BYTES if _is_nccl(self._group(message)) else MESSAGE_BYTES
         return [_Piece(message, views) for views in _cut(message.views, most_bytes)]
 
     def _group(self, message: Message) -> dist.ProcessGroup:
@@ -224,15 +224,22 @@ class BroadcastCarrier:
     def _start(self, piece: "_Piece", messages: Sequence[Message]) -> Work:
         group, root = self._group(piece.message), piece.message.broadcast[0]
         packed = piece.packed()
+        if self._last is not None:
+            self._waits.order(self._last, 0.0)  # on the device: this thread goes on
         with _posting(messages):
             work = dist.broadcast(packed, root, group, async_op=True)
         assert work is not None
+        self._last = work if _is_nccl(group) else None
 
         def wait(timeout: timedelta) -> None:
             self._waits.order(work, timeout.total_seconds())
             piece.unpack()
 
         return Work(messages, wait, self._waits)
+
+
+def _is_nccl(group: dist.ProcessGroup | None) -> bool:
+    return dist.get_backend(group) == dist.Backend.NCCL
 
 
 def broadcasts_of(messages: Sequence[Message]) -> list[list[Message]]:

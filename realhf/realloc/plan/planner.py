@@ -66,6 +66,11 @@ class ReallocationPlan:
     element_bytes: int
     bucket_bytes: int
 
+    @cached_property
+    def groups(self) -> tuple[Devices, ...]:
+        """The devices, ascending, of the process groups that its broadcasts need, in the order of their first use."""
+        return tuple(dict.fromkeys(tuple(sorted(each.broadcast)) for each in self.transfers if each.broadcast))
+
     @property
     def transfers(self) -> Iterator[Transfer]:
         """All transfers, in the total order."""
