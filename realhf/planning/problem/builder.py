@@ -107,8 +107,8 @@ def _kept(numbers: Numbering, source: str) -> KeptCopy:
 
 
 def _sending_bytes(task: PlanningTask, *, has_broadcasts: bool) -> float:
-    """The buckets of a device that sends a copy: as many as fill one (`copy_bytes`), where messages are packed. Messages
-    that do not leave a host whose memory its devices share are not (`realhf.realloc.execute.carriers`)."""
+    """The buckets of a device that sends a copy: as many as fill one (`copy_bytes`), where it packs. Messages over the
+    memory of a host are not packed (`realhf.realloc.execute.carriers`)."""
     is_packed = has_broadcasts or task.cluster.num_nodes > 1 or not task.costs.hardware.shares_host_memory
     has_copies = any(home != call for call, home in task.homes.items())
     return 2.0 * DEFAULT_BUCKET_BYTES if is_packed and has_copies else 0.0

@@ -198,7 +198,6 @@ class BroadcastCarrier:
     def __init__(self, groups: Mapping[tuple[int, ...], dist.ProcessGroup], beside: Carrier, waits: Waits = HOST_WAITS):
         self._groups, self._beside, self._waits = groups, beside, waits
         self._last: dist.Work | None = None  # over NCCL
-        self._last: dist.Work | None = None
 
     def packed_bytes(self, messages: Sequence[Message]) -> int:
         return sum(piece.packed_bytes for group in broadcasts_of(messages) for piece in self._pieces(group[0]))

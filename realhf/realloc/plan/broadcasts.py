@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from realhf.geometry.boxes import Box
-from realhf.realloc.plan.broadcast_chain import BroadcastChains
+from realhf.realloc.plan.broadcast_chain import node_of
 from realhf.realloc.plan.cells import Devices
 from realhf.realloc.plan.parcels import loads_of
 from realhf.realloc.plan.rounds import Transfer
@@ -23,20 +23,24 @@ def broadcast_rounds(
 ) -> list[list[Transfer]]:
     """The broadcasts of all boxes, round by round: each is a load of at most a bucket, and a transfer to each receiver.
 
-    A device has one root for the boxes of a way, (holders, devices that lack them): a holder on its node, else any
-    holder, the least loaded. Devices of one root are one group, as are equal groups of several ways.
+    Devices of a node that lack the boxes of a way, (holders, devices that lack them), have one root: a holder on their
+    node, else any, the one with the fewest bytes to send, the largest way first. A root has one group with all that it
+    serves, and equal groups of several ways are one.
     """
-    roots = BroadcastChains(devices_per_node, forwarding=False)
     sizes = {way: sum(box.size for box in boxes) for way, boxes in ways.items()}
-    for (holders, _), size in zip(ways, sizes.values(), strict=True):
-        roots.expect(size, holders)
+    sent = defaultdict[int, int](int)
     of_groups: dict[Devices, list[Box]] = {}  # by group, the root first
-    for way, boxes in ways.items():
-        receivers: dict[int, list[int]] = {}
-        for root, receiver in roots.hops(sizes[way], *way):
-            receivers.setdefault(root, []).append(receiver)
-        for root, of_root in receivers.items():
-            of_groups.setdefault((root, *sorted(of_root)), []).extend(boxes)
+    for way in sorted(ways, key=sizes.__getitem__, reverse=True):
+        holders, lacking = way
+        served: dict[Devices, list[int]] = {}  # by the holders that may be their root
+        for device in lacking:
+            node = node_of(device, devices_per_node)
+            near = tuple(holder for holder in holders if node_of(holder, devices_per_node) == node)
+            served.setdefault(near or holders, []).append(device)
+        for candidates, receivers in served.items():
+            root = min(candidates, key=sent.__getitem__)
+            sent[root] += sizes[way]
+            of_groups.setdefault((root, *receivers), []).extend(ways[way])
     loads = ([(group, load) for load in loads_of(boxes, *[bucket_elements] * 2)] for group, boxes in of_groups.items())
     rounds: list[list[Transfer]] = []
     sending, receiving = defaultdict[int, int](int), defaultdict[int, int](int)  # by device a bit for each round
