@@ -43,6 +43,8 @@ def choice_lines(plan: ExecutionPlan) -> Iterator[str]:
         yield f"computed with: {', '.join(computed)}"
     if plan.copies:
         yield f"parameters not from home: {plan.copies_text}"
+    if plan.broadcasts:
+        yield f"parameters by broadcasts in process groups: {', '.join(plan.broadcasts)}"
     if plan.offload:
         yield f"in host memory while nothing needs them: {', '.join(plan.offload)}"
     if plan.staleness:

@@ -246,9 +246,25 @@ def _whole(flat: Tensor) -> Parts:
 
 
 def _done(tensors: Sequence[Tensor]) -> dist.Work:
-    future: torch.futures.Future[Sequence[Tensor]] = torch.futures.Future()
-    future.set_result(tensors)
-    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+    return _Done(tensors)
+
+
+class _Done(dist.Work):
+    """A collective that has ended."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        super().__init__()
+        self._future: torch.futures.Future[Sequence[Tensor]] = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Sequence[Tensor]]:
+        return self._future
 
 
 def rows_of(first: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Iterator[Rows]:

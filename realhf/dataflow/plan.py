@@ -164,6 +164,8 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     order: one period of the total order in which the master issues calls, every call once; empty: one step after the
         other.
     offload: models that wait in host memory while no call needs them.
+    broadcasts: calls, and nodes of models that follow others, whose parameters come by collectives of process groups;
+        all others come by chains of messages (docs/reallocation.md).
     staleness: age in steps of the weights that make rollouts, in an experiment that leaves it to the plan
         (`realhf.api.resolved`).
     intervals: how sure the predictions are; in plans that were predicted.
@@ -177,6 +179,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     devices_per_node: int | None = None
     order: tuple[OrderEntry, ...] = ()
     offload: tuple[str, ...] = ()
+    broadcasts: tuple[str, ...] = ()
     staleness: int = 0
     max_steps_in_flight: int = 2
     predicted_step_s: float | None = None
@@ -251,6 +254,8 @@ def plan_digest(plan: ExecutionPlan) -> str:
     carried_out = msgspec.structs.replace(plan, calls=calls, predicted_step_s=None, models={}, notes={}, rationale=None)
     fields = msgspec.to_builtins(carried_out, order="deterministic")
     del fields["beside"], fields["intervals"]  # predictions
+    if not plan.broadcasts:  # as in checkpoints of runs whose plans know none
+        del fields["broadcasts"]
     if not plan.staleness:  # as in checkpoints of runs whose plans know none
         del fields["staleness"]
     for call in fields["calls"].values():
@@ -359,7 +364,11 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
     _check_homes(plan, graph)
     _check_compute(plan, graph)
     _check_micro_dp(plan, graph)
-    if problem := problem_of_copies(plan, graph) or problem_of_order(plan, graph):
+    if (
+        problem := problem_of_copies(plan, graph)
+        or problem_of_order(plan, graph)
+        or _problem_of_broadcasts(plan, graph)
+    ):
         raise UserError(problem)
     check_offload(plan.offload, graph)
 
@@ -410,6 +419,21 @@ def problem_of_copies(plan: ExecutionPlan, graph: DataflowGraph) -> str:
                     f"{says}, whose copy is kept meanwhile, but {other} has the same layout and makes a copy of its "
                     f"own; give {other} copy_from={source!r} too, or another layout"
                 )
+    return ""
+
+
+def moves_of(plan: ExecutionPlan, graph: DataflowGraph) -> list[str]:
+    """The calls whose parameters come from another layout, and the nodes of models that follow others."""
+    homes = {name: plan.layout(plan.home(graph, call.model_name)) for name, call in graph.model_calls.items()}
+    away = [name for name, home in homes.items() if plan.layout(name) != home and not plan.takes_over(name)]
+    return [*away, *graph.follows]
+
+
+def _problem_of_broadcasts(plan: ExecutionPlan, graph: DataflowGraph) -> str:
+    moves = moves_of(plan, graph)
+    if others := [name for name in plan.broadcasts if name not in moves]:
+        which = f"choose from {', '.join(moves)}, or leave it out" if moves else "leave it out"
+        return f"broadcasts: {others[0]!r} is no call or model whose parameters come from another layout; {which}"
     return ""
 
 

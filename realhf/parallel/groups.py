@@ -72,6 +72,7 @@ class GroupTable:
 
     others: further groups, of ascending ranks.
     beside: groups of ascending ranks for the thread of calls beside the devices, for tensors in host memory.
+    moves: groups of ascending ranks for broadcasts of parameters, on the thread that uses the groups of hosts.
     waits: how works in these groups are waited for.
     spans_hosts: whether some ranks do not share memory.
     """
@@ -84,6 +85,7 @@ class GroupTable:
         others: Iterable[Ranks] = (),
         waits: Waits = HOST_WAITS,
         beside: Iterable[Ranks] = (),
+        moves: Iterable[Ranks] = (),
     ):
         self.rank, self.waits = rank, waits
         hosts = _hosts()
@@ -106,6 +108,7 @@ class GroupTable:
             wanted += filter(share_memory, _pipelines(layout))
         self._groups = made([*wanted, *others], None)
         self._beside = made(beside, "gloo")
+        self.of_moves = made(moves, None)
         of_hosts = [tuple(rank for rank, of_rank in enumerate(hosts) if of_rank == host) for host in hosts]
         self._of_hosts = made(of_hosts, None)
 

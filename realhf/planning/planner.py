@@ -120,6 +120,7 @@ def task_of(
         mixed=frozenset(name for name, setup in setups.items() if setup.backend == NATIVE),
         seed=experiment.seed,
         evaluations=settings.search_evaluations,
+        moved_by=request.moved_by,
     )
     first, *more_stale = (
         task(

@@ -77,7 +77,9 @@ def problem_of(task: PlanningTask, plan: ExecutionPlan) -> Problem:
     """The tables of a plan's own options, one for each call, with its models in host memory and steps in flight."""
     options = {name: [option_of(call)] for name, call in plan.calls.items()}
     within = task.varied(offload=plan.offload, max_steps_in_flight=plan.max_steps_in_flight)
-    return build_problem(within, options, reallocations=Reallocation.table, copies=plan.copies)
+    return build_problem(
+        within, options, reallocations=Reallocation.table, copies=plan.copies, broadcasts=plan.broadcasts
+    )
 
 
 def preemptions(task: PlanningTask, plan: ExecutionPlan) -> dict[str, float]:

@@ -15,6 +15,7 @@ from realhf.planning.model.hardware import Hardware
 # Limits of a budget. Every search looks at its starts: one evaluation gives the best of them.
 EVALUATIONS = (1, 10**12)
 SECONDS = (0.01, 10**7)
+MoveChoice = Literal["auto", "chains", "broadcasts"]
 SEEDS = (0, 2**63 - 1)  # least and largest seed of a search
 
 # What planning says while it goes on: the phase that has begun, or goes on, and what is known of it by now ("" if
@@ -115,8 +116,8 @@ class PlanRequest(Options):
     chooses one up to `staleness_up_to`.
 
     Raises:
-        UserError: models to offload, or a staleness to choose, beside a plan, which has its own; a rule beside a plan,
-            or beside a staleness to choose; a number out of its range.
+        UserError: models to offload, a staleness to choose or a way to move parameters beside a plan, which has its
+            own; a rule beside a plan, or beside a staleness or a way to choose; a number out of its range.
     """
 
     devices: DevicesRequest = field(default_factory=DevicesRequest)
@@ -136,6 +137,10 @@ class PlanRequest(Options):
         ),
     ] = 0
     staleness: int | None = None
+    moved_by: Annotated[
+        MoveChoice,
+        Option("move parameters by chains of messages or by broadcasts in process groups (auto: as is faster)"),
+    ] = "auto"
     measured: Measured = field(default_factory=Measured)
 
     def __post_init__(self) -> None:
@@ -147,6 +152,9 @@ class PlanRequest(Options):
             )
         if self.offload and self.plan:
             raise UserError("--offload is for the search of a plan; write the models into the file of --plan instead")
+        if self.moved_by != "auto" and (self.plan or self.rule):
+            remedy = "write the calls into `broadcasts` of its file" if self.plan else "leave it out"
+            raise UserError(f"--moved-by {self.moved_by} is for the search of a plan; {remedy}")
         if self.rule and self.plan:
             raise UserError(f"--rule {self.rule} and --plan {self.plan} are both plans: give one of them")
 

@@ -21,6 +21,8 @@ def plan_section(plan: ExecutionPlan, lines: Sequence[Mapping[str, Any]]) -> Mar
     words = [["order", _order(plan)], ["steps in flight", f"at most {plan.max_steps_in_flight}"]]
     if plan.copies:
         words.append(["parameters not from home", plan.copies_text])
+    if plan.broadcasts:
+        words.append(["parameters by broadcasts", ", ".join(plan.broadcasts)])
     if plan.staleness:
         words.append(["rollouts", f"by weights {updates_text(plan.staleness)} old"])
     if why:

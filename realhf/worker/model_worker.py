@@ -55,7 +55,7 @@ from realhf.worker.interfaces import complete_schedule, load_interface, run_inte
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory_use import MemoryGauge
 from realhf.worker.move_thread import MoveThread
-from realhf.worker.parameter_moves import ParameterMoves
+from realhf.worker.parameter_moves import ParameterMoves, groups_of_broadcasts
 from realhf.worker.store import SampleStore, describe
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,13 @@ class ModelWorker:
         waits = waits_on(device, channels.fail)
         calls = run.calls_with_layouts()
         self._groups = GroupTable(
-            layouts, rank, self._timeout_s, sharing_ranks(calls), waits, sharing_ranks(calls, beside=True)
+            layouts,
+            rank,
+            self._timeout_s,
+            sharing_ranks(calls),
+            waits,
+            sharing_ranks(calls, beside=True),
+            groups_of_broadcasts(run),
         )
         self._graphs = run.experiment.graphs
         self._readers = {split: rows_of(run, split) for split in run.experiment.graphs}

@@ -12,11 +12,12 @@ from realhf.engine.residency.residency import Boxes, Residency, Where
 from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
-from realhf.realloc.execute.carriers import Carrier, TorchCarrier, carrier_between
+from realhf.realloc.execute.carriers import BroadcastCarrier, Carrier, TorchCarrier, carrier_between
 from realhf.realloc.execute.checksum import SumsByPeer
 from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.verification import LentParts, VerificationSchedule, verify
-from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
+from realhf.realloc.plan.cells import Devices
+from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, MovedBy, ReallocationPlan, plan_between
 from realhf.rundir.run import Run
 from realhf.transport.messages import FollowParameters, Move, PrepareMove, Reallocate, Release
 
@@ -125,19 +126,14 @@ class ParameterMoves:
     def _reallocate(self, move: Reallocate) -> None:
         run, name, layout = self._run, move.model, move.layout
         trains, in_place = move.batch.split == "train", self._is_filled_in_place(move.call)
-        from_layout = self._source_layout(move)
+        from_layout = _source_layout(run, move.call if trains else None, name)
         home, source, target = (self._models.get((name, at)) for at in (run.homes[name], from_layout, layout))
         is_home = from_layout == run.homes[name]
-        plan = plan_between(
-            run.experiment.graph.models[name],
-            run.placement(name) if is_home else Placement(from_layout),
-            Placement(layout),
-            run.spec.devices_per_node,
-            element_bytes=getattr(torch, run.experiment.setups[name].dtype).itemsize,
-            # Two are in memory at a time; where the home's parameters are not, both together are one.
-            bucket_bytes=DEFAULT_BUCKET_BYTES // 2 if in_place else DEFAULT_BUCKET_BYTES,
-        )
-        carrier = self._carrier(from_layout, layout)
+        by: MovedBy = "broadcasts" if trains and move.call in run.plan.broadcasts else "chains"
+        # Two buckets are in memory at a time; where the home's parameters are not, both together are one.
+        bucket_bytes = DEFAULT_BUCKET_BYTES // 2 if in_place else DEFAULT_BUCKET_BYTES
+        plan = _plan(run, name, _placement(run, name, from_layout), Placement(layout), by, bucket_bytes)
+        carrier = self._carrier(from_layout, layout, by)
         takers = takers_of(run.plan.copies, move.call) if trains else []
         with self._resting(name):
             if home is not None and target is not None:
@@ -170,10 +166,6 @@ class ParameterMoves:
                 lent.verify_copied(home.readable(), rank=self._rank, model_name=name)
             self._lent[name] = lent
 
-    def _source_layout(self, move: Reallocate) -> Layout:
-        copied = self._run.plan.copies.get(move.call) if move.batch.split == "train" else None
-        return self._run.plan.layout(copied) if copied else self._run.homes[move.model]
-
     def _used(self, name: str, layout: Layout) -> None:
         """Notes that a call is done with a copy that others take theirs from; frees it behind the last one.
 
@@ -188,16 +180,12 @@ class ParameterMoves:
     def _follow(self, name: str, step: int) -> None:
         run, node = self._run, self._run.experiment.graph.follows[name]
         source, target = (self._models.get((model, run.homes[model])) for model in (node.source, node.target))
-        plan = plan_between(
-            run.experiment.graph.models[node.target],
-            *(run.placement(name) for name in (node.source, node.target)),
-            run.spec.devices_per_node,
-            element_bytes=getattr(torch, run.experiment.setups[node.target].dtype).itemsize,
-            forwarding=False,  # a device would send on its average
-        )
+        # Not by chains: a device would send on its average.
+        by: MovedBy = "broadcasts" if name in run.plan.broadcasts else "messages"
+        plan = _plan(run, node.target, run.placement(node.source), run.placement(node.target), by)
         if target:
             target.residency.select_version(node.version(step))  # the version that no request needs any more
-        carrier = self._carrier(run.homes[node.source], run.homes[node.target])
+        carrier = self._carrier(run.homes[node.source], run.homes[node.target], by)
         is_verified = self._verification.is_due(name, run.homes[node.target], step)
         arrived: SumsByPeer | None = {} if is_verified and node.eta < 1 else None
         with self._resting(node.source):
@@ -230,10 +218,50 @@ class ParameterMoves:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _carrier(self, source: Layout, target: Layout) -> Carrier:
+    def _carrier(self, source: Layout, target: Layout, by: MovedBy) -> Carrier:
         of_host = self._groups.of_host((*source.mesh.devices, *target.mesh.devices))
         waits = self._groups.waits
-        return TorchCarrier(self._across_hosts, waits) if of_host is None else carrier_between(of_host)
+        messages = TorchCarrier(self._across_hosts, waits) if of_host is None else carrier_between(of_host)
+        return BroadcastCarrier(self._groups.of_moves, messages, waits) if by == "broadcasts" else messages
+
+
+def groups_of_broadcasts(run: Run) -> list[Devices]:
+    """The devices of the process groups of all broadcasts of a run's plan, in one order on every rank."""
+    graph, found = run.experiment.graph, list[Devices]()
+    for name in run.plan.broadcasts:
+        if node := graph.follows.get(name):
+            model, ends = node.target, (run.placement(node.source), run.placement(node.target))
+        else:
+            model = graph.model_calls[name].model_name
+            source = _placement(run, model, _source_layout(run, name, model))
+            ends = source, Placement(run.plan.layout(name))
+        found += _plan(run, model, *ends, "broadcasts").groups
+    return found
+
+
+def _source_layout(run: Run, call: str | None, model: str) -> Layout:
+    """Where the copy of a call of training comes from; None: that of an evaluation's."""
+    copied = run.plan.copies.get(call) if call else None
+    return run.plan.layout(copied) if copied else run.homes[model]
+
+
+def _placement(run: Run, model: str, layout: Layout) -> Placement:
+    """Of the home of a model, which data parallelism may divide, or of a copy."""
+    return run.placement(model) if layout == run.homes[model] else Placement(layout)
+
+
+def _plan(
+    run: Run, model: str, source: Placement, target: Placement, by: MovedBy, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> ReallocationPlan:
+    return plan_between(
+        run.experiment.graph.models[model],
+        source,
+        target,
+        run.spec.devices_per_node,
+        element_bytes=getattr(torch, run.experiment.setups[model].dtype).itemsize,
+        by=by,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def _boxes(model: EngineModel | None, version: int | None = None) -> Boxes:

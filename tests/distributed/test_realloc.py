@@ -120,7 +120,7 @@ def average(
 ) -> None:
     """The target becomes eta * source + (1 - eta) * target, as float64 has it but for one rounding."""
     state, eta = random_state(model, dtype), 0.3
-    plan = plan_between(model, Placement(a), Placement(b), 2, dtype.itemsize, BUCKET_BYTES, forwarding=False)
+    plan = plan_between(model, Placement(a), Placement(b), 2, dtype.itemsize, BUCKET_BYTES, by="messages")
     source, wanted = (boxed(state, held_boxes(model, side, rank)) for side in (a, b))
     target = [(box, (1 + tensor.abs()).to(dtype)) for box, tensor in wanted]
     expected = [
@@ -232,7 +232,7 @@ def peaks(rank: int, carrier: Carrier) -> list[Peak]:
 def peak_of(
     rank: int, carrier: Carrier, model: DecoderConfig, a: Layout, b: Layout, bucket_bytes: int, eta: float
 ) -> Peak:
-    plan = plan_between(model, Placement(a), Placement(b), 2, 4, bucket_bytes, forwarding=eta == 1)
+    plan = plan_between(model, Placement(a), Placement(b), 2, 4, bucket_bytes, by="chains" if eta == 1 else "messages")
     kept = set(held_boxes(model, a, rank)) & set(held_boxes(model, b, rank))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         source = [(box, torch.zeros(box.shape)) for box in held_boxes(model, a, rank)]
@@ -284,7 +284,7 @@ class FlipsABit:
 def corrupt_a_part(rank: int, eta: float) -> str:
     """One bit of what rank 2 receives from rank 0 flips on the way; what verification says of it."""
     model, a, b = FOUR_HEADS, layout(0, 1, 2, 1), layout(2, 1, 2, 1)
-    plan = plan_between(model, Placement(a), Placement(b), forwarding=False)
+    plan = plan_between(model, Placement(a), Placement(b), by="messages")
     source, target = (boxed(random_state(model, torch.float32), held_boxes(model, side, rank)) for side in (a, b))
     arrived: SumsByPeer | None = {} if eta < 1 else None
     carrier = FlipsABit(TorchCarrier()) if rank == 2 else TorchCarrier()

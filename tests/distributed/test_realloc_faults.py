@@ -92,7 +92,7 @@ def lose_a_peer(rank: int, over_host_memory: bool) -> str:
         {KILLED: [LARGE], 0: [SMALL]},
         {**{other: [LARGE] for other in others}, KILLED: [SMALL]},
         bucket_bytes=2**20,
-        forwarding=False,
+        by="messages",
     )
     tensors = {box: torch.ones(box.shape) for box in (LARGE, SMALL)}
     source = [(box, tensors[box]) for box in {KILLED: [LARGE], 0: [SMALL]}.get(rank, [])]

@@ -203,6 +203,16 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return self.inter_node_latency_s + size_bytes / bandwidth
         return self.intra_node_latency_s + size_bytes / self.intra_node_bandwidth
 
+    def broadcast_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool) -> float:
+        """A pipeline over all members: a ring of n - 1 hops (NCCL), or a tree whose pieces follow one another (gloo).
+
+        Over a host's memory the root copies in and the others then copy out, where the two copies of a message overlap.
+        """
+        latency_s, bandwidth = self.link(crosses_nodes, per_node=1)
+        if self.shares_host_memory and not crosses_nodes:
+            return latency_s + 2 * size_bytes / bandwidth
+        return (group_size - 1) * latency_s + size_bytes / bandwidth
+
     def all_reduce_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
         """The faster of a ring and a tree, as NCCL and gloo choose by size; 0 for one member. `per_node`: see `link`.
 

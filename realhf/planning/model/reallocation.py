@@ -4,6 +4,7 @@ Groups (HybridFlow, section 5.3) are no options of their own. They are never wor
 and takes as long. So the search prices calls on the devices of their home as grouped, and its plans have the groups.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,12 @@ from realhf.geometry.shards import Placement
 from realhf.planning.model.cluster import Cluster, share_a_node
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.sizes import model_sizes
+from realhf.realloc.plan.planner import ReallocationPlan, plan_between
+
+# The time of broadcasts over gloo as a part of that of as many bytes in messages: one thread of a process carries all
+# its messages, and each process group has a thread of its own. Of six pairs of layouts of six processes on two cores,
+# 0.75 to 0.98.
+GLOO_BROADCASTS = 0.85
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,29 @@ class Reallocation:
             return 0.0
         sent = (min(total, model_sizes(self.model).total) if self.forwarding else total) / source.size
         return self.links.send_s(max(worst, sent) * self.item, crosses_nodes=crosses_nodes)
+
+    def by_broadcasts(self, source: Placement, target: Layout) -> ReallocationPlan:
+        """The same move by broadcasts; planned once for each pair."""
+        per_node = self.cluster.devices_per_node
+        return plan_between(self.model, source, Placement(target), per_node, self.item, by="broadcasts")
+
+    def broadcasts_s(self, source: Placement, target: Layout) -> float:
+        """Seconds of the move by broadcasts (`Hardware.broadcast_s`): those of the busiest device.
+
+        With NCCL and over a host's memory a device has one broadcast at a time. With gloo it sends and receives at the
+        same time.
+        """
+        crosses = not share_a_node(self.cluster, source.layout.mesh, target.mesh)
+        sending, receiving = defaultdict[int, float](float), defaultdict[int, float](float)
+        for transfers in self.by_broadcasts(source, target).rounds:
+            for (root, *others), load in {each.broadcast: each.load for each in transfers}.items():
+                seconds = self.links.broadcast_s(load.elements * self.item, 1 + len(others), crosses_nodes=crosses)
+                sending[root] += seconds
+                for device in others:
+                    receiving[device] += seconds
+        if crosses and not self.links.is_gpu:
+            return GLOO_BROADCASTS * max([*sending.values(), *receiving.values()], default=0.0)
+        return max((sending[device] + receiving[device] for device in {*sending, *receiving}), default=0.0)
 
     def table(self, sources: Sequence[Placement], targets: Sequence[Layout]) -> list[float]:
         """`seconds` of sources x targets, row-major: for a few pairs. For the millions of a search there is C++."""

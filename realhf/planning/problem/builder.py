@@ -1,6 +1,6 @@
 """From a dataflow graph, options and costs to the tables of a planning problem."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from realhf.dataflow.copies import running_beside, takers_of, with_copies
@@ -29,6 +29,7 @@ def build_problem(
     reallocations: ReallocationTable = reallocation_table,
     groups: bool = False,
     copies: Mapping[str, str] | None = None,
+    broadcasts: Collection[str] = (),
 ) -> Problem:
     """The tables for a choice among `options` of every call.
 
@@ -48,11 +49,12 @@ def build_problem(
     cannot depend on which, and all of it counts.
 
     `copies` has the source of each call that takes its copy from another call's (`realhf.dataflow.copies`); the calls
-    have one option each then.
+    have one option each then. So they have with `broadcasts`: the moves of these calls, and of these models' following,
+    are collectives (`realhf.planning.carriers`).
     """
     if copies:
         task = replace(task, graph=with_copies(task.graph, copies))
-    numbers, graph = Numbering(task, options, groups, copies or {}), task.graph
+    numbers, graph = Numbering(task, options, groups, copies or {}, broadcasts), task.graph
     rows, parameters = OptionRows(numbers), ParameterTransfers(numbers, reallocations)
     host_copies, loads = parameters.host_copies()
     transfers = [beside_table(numbers, call) for call in graph.beside.values()]
@@ -77,7 +79,7 @@ def build_problem(
         calls=calls,
         transfers=transfers,
         communicator_bytes=task.costs.hardware.communicator_bytes,
-        sending_bytes=_sending_bytes(task),
+        sending_bytes=_sending_bytes(task, has_broadcasts=bool(broadcasts)),
         kept=[_kept(numbers, source) for source in dict.fromkeys(numbers.copies.values())],
     )
 
@@ -106,9 +108,9 @@ def _kept(numbers: Numbering, source: str) -> KeptCopy:
     )
 
 
-def _sending_bytes(task: PlanningTask) -> float:
-    """The buckets of a device that sends a copy: as many as fill one (`copy_bytes`), where messages are packed. What
-    does not leave a host whose memory its devices share is not (`realhf.realloc.execute.carriers`)."""
-    is_packed = task.cluster.num_nodes > 1 or not task.costs.hardware.shares_host_memory
+def _sending_bytes(task: PlanningTask, *, has_broadcasts: bool) -> float:
+    """The buckets of a device that sends a copy: as many as fill one (`copy_bytes`), where it packs. Messages over the
+    memory of a host are not packed (`realhf.realloc.execute.carriers`)."""
+    is_packed = has_broadcasts or task.cluster.num_nodes > 1 or not task.costs.hardware.shares_host_memory
     has_copies = any(home != call for call, home in task.homes.items())
     return 2.0 * DEFAULT_BUCKET_BYTES if is_packed and has_copies else 0.0

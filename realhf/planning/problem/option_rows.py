@@ -1,6 +1,7 @@
 """The options of a call as rows of a planning problem: what each takes, and what it needs on its devices."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import inf
@@ -9,15 +10,16 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DTYPE_BYTES
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallCompute
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.micro_dp import contains_home
 from realhf.geometry.shards import Placement
 from realhf.planning.model.call import CallModel
-from realhf.planning.model.communicators import CommunicatorLabels, of_all_devices
+from realhf.planning.model.communicators import CommunicatorLabels, Key, of_all_devices
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.reallocation import grouped
+from realhf.planning.model.reallocation import Reallocation, grouped
 from realhf.planning.options import Option
 from realhf.planning.problem.tables import OptionRow
 from realhf.planning.task import PlanningTask
@@ -29,12 +31,13 @@ Numbered = tuple[list[K], list[int]]  # distinct values, and for every option th
 
 @dataclass(frozen=True)
 class Numbering:
-    """Of a task and options of its calls. groups, copies: see `build_problem`."""
+    """Of a task and options of its calls. groups, copies, broadcasts: see `build_problem`."""
 
     task: PlanningTask
     options: Mapping[str, Sequence[Option]]
     groups: bool
     copies: Mapping[str, str] = field(default_factory=dict)
+    broadcasts: Collection[str] = ()
 
     @cached_property
     def kept(self) -> set[str]:
@@ -70,6 +73,23 @@ class Numbering:
     def parents(self, node: str) -> list[tuple[str, int]]:
         """The predecessors of a node in the graph."""
         return [(edge.parent, edge.steps_back) for edge in self.task.graph.parents(node)]
+
+    def move(self, target: str, *, forwarding: bool = True) -> Reallocation:
+        """The move of the parameters of a call's model."""
+        task, model = self.task, self.task.graph.model_calls[target].config
+        return Reallocation(model, DTYPE_BYTES[task.dtype], task.cluster, task.costs.timings[model].links, forwarding)
+
+    def calls_of_move(self, name: str) -> tuple[str, str]:
+        """From the home or the copy of one call to another: the parameters of call `name`, or of a model that follows
+        another in the node of this name."""
+        if node := self.task.graph.follows.get(name):
+            return self.home_call(node.source).name, self.home_call(node.target).name
+        return self.copies.get(name, self.task.homes[name]), name
+
+    def ends(self, source: str, target: str) -> tuple[Placement, Layout]:
+        """Of a move between calls that have one option each."""
+        ((placement,), _), ((layout,), _) = self.sources(source), self.layouts[target]
+        return placement, layout
 
     def home_call(self, model: str) -> ModelFunctionCallDef:
         """The call in whose layout a model's parameters live."""
@@ -165,9 +185,20 @@ class OptionRows:
 
         @cache
         def of(layout: Layout, compute: CallCompute) -> tuple[int, ...]:
-            return self._labels.of(model.under(compute).communicators(layout, at_home=is_home))
+            keys = [*model.under(compute).communicators(layout, at_home=is_home), *self._of_broadcasts(call)]
+            return self._labels.of(keys)
 
         return [of(option.layout, option.compute) for option in options]
+
+    def _of_broadcasts(self, call: ModelFunctionCallDef) -> Iterator[Key]:
+        """The process groups of the moves from and to a call: as many as the device in most of them has."""
+        for name in self._numbers.broadcasts:
+            calls = self._numbers.calls_of_move(name)
+            if call.name in calls:
+                plan = self._numbers.move(calls[1]).by_broadcasts(*self._numbers.ends(*calls))
+                of_devices = Counter(device for group in plan.groups for device in group)
+                for number in range(max(of_devices.values(), default=0)):
+                    yield f"broadcasts of {name}", (), number
 
     def _loaded_bytes(self, call: ModelFunctionCallDef) -> float:
         """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""

@@ -7,7 +7,6 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from realhf.architecture.model import DTYPE_BYTES
 from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of
@@ -102,11 +101,13 @@ class ParameterTransfers:
         Devices that only send do so beside what they compute (`realhf.worker.move_thread`), unless the model waits in
         host memory: then they load it, send, and send it back.
         """
-        calls = self._task.graph.model_calls
+        task, calls = self._task, self._task.graph.model_calls
         (sources, rows), (targets, columns) = self._numbers.sources(source), self._numbers.layouts[target]
-        task, model = self._task, calls[target].config
-        move = Reallocation(model, DTYPE_BYTES[task.dtype], task.cluster, task.costs.timings[model].links, forwarding)
-        seconds = self._seconds_of(move, sources, targets)
+        move, seconds = self._numbers.move(target, forwarding=forwarding), cast(Seconds, [])
+        if (source, target) in map(self._numbers.calls_of_move, self._numbers.broadcasts):
+            seconds, takes_groups = [move.broadcasts_s(*self._numbers.ends(source, target))], False
+        else:
+            seconds = self._seconds_of(move, sources, targets)
         for place, grouped_s in grouped_reallocations(move, sources, targets) if takes_groups else ():
             seconds[place] = grouped_s
         return TransferTable(

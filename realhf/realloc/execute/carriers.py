@@ -1,7 +1,7 @@
 """How the messages of a reallocation travel: through torch.distributed (gloo, NCCL), or the memory of their host."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +31,8 @@ class Message:
     """The boxes that this rank sends to `peer` or receives from it, in their order, each in a view of any strides.
 
     `peers_part` of it is the peer's. Until the exchange is done, sent tensors must not change and received ones must
-    not be read. `parts`: where the views lie, if that is known without making them.
+    not be read. `parts`: where the views lie, if that is known without making them. `broadcast`: the ranks of the
+    broadcast that it is part of, the root first; empty: it travels by itself. A root has one to each of the others.
     """
 
     peers_part: PeersPart
@@ -39,6 +40,7 @@ class Message:
     boxes: Sequence[Box]
     views: Sequence[Tensor]
     parts: Parts | None = None
+    broadcast: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class TorchCarrier:
 
     @property
     def _is_nccl(self) -> bool:
-        return dist.is_initialized() and dist.get_backend(self._group) == dist.Backend.NCCL
+        return dist.is_initialized() and _is_nccl(self._group)
 
     def packed_bytes(self, messages: Sequence[Message]) -> int:
         self._cut_last = messages, self._pieces(messages)
@@ -183,6 +185,69 @@ class HostCarrier:
         # A message to itself is written past the caches: that takes a third of the time where rows are short. It is
         # copied while peers make room or have sent nothing.
         return self.post([there, here])
+
+
+class BroadcastCarrier:
+    """Messages that are parts of broadcasts, as collectives of process groups. The others, such as sums of bits, and a
+    rank's own copies travel as `beside` has it.
+
+    The groups are by their ranks, ascending. Broadcasts start in one order on all ranks (`broadcasts_of`). Over NCCL
+    one starts when that before it has ended on the device: two of different communicators could wait for each other.
+    """
+
+    def __init__(self, groups: Mapping[tuple[int, ...], dist.ProcessGroup], beside: Carrier, waits: Waits = HOST_WAITS):
+        self._groups, self._beside, self._waits = groups, beside, waits
+        self._last: dist.Work | None = None  # over NCCL
+
+    def packed_bytes(self, messages: Sequence[Message]) -> int:
+        return sum(piece.packed_bytes for group in broadcasts_of(messages) for piece in self._pieces(group[0]))
+
+    def post(self, messages: Sequence[Message]) -> list[Work]:
+        alone = [message for message in messages if not message.broadcast]
+        works = self._beside.post(alone) if alone else []
+        for of_one in broadcasts_of(messages):
+            for piece in self._pieces(of_one[0]):
+                works.append(self._start(piece, of_one))
+        return works
+
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        return self._beside.copy(here, there)
+
+    def _pieces(self, message: Message) -> "list[_Piece]":
+        most_bytes = NCCL_MESSAGE_BYTES if _is_nccl(self._group(message)) else MESSAGE_BYTES
+        return [_Piece(message, views) for views in _cut(message.views, most_bytes)]
+
+    def _group(self, message: Message) -> dist.ProcessGroup:
+        return self._groups[tuple(sorted(message.broadcast))]
+
+    def _start(self, piece: "_Piece", messages: Sequence[Message]) -> Work:
+        group, root = self._group(piece.message), piece.message.broadcast[0]
+        packed = piece.packed()
+        if self._last is not None:
+            self._waits.order(self._last, 0.0)  # on the device: this thread goes on
+        with _posting(messages):
+            work = dist.broadcast(packed, root, group, async_op=True)
+        assert work is not None
+        self._last = work if _is_nccl(group) else None
+
+        def wait(timeout: timedelta) -> None:
+            self._waits.order(work, timeout.total_seconds())
+            piece.unpack()
+
+        return Work(messages, wait, self._waits)
+
+
+def _is_nccl(group: dist.ProcessGroup | None) -> bool:
+    return dist.get_backend(group) == dist.Backend.NCCL
+
+
+def broadcasts_of(messages: Sequence[Message]) -> list[list[Message]]:
+    """The messages of each broadcast, in the order in which every rank starts those of a round."""
+    found: dict[tuple[int, ...], list[Message]] = {}
+    for message in messages:
+        if message.broadcast:
+            found.setdefault(message.broadcast, []).append(message)
+    return [found[ranks] for ranks in sorted(found)]
 
 
 def post(carrier: Carrier, messages: Sequence[Message], label: str) -> list[Work]:

@@ -74,13 +74,13 @@ def execute(part: Reallocation, *, eta: float = 1.0, arrived: SumsByPeer | None 
             in_place = [message for message in messages if eta == 1 or message.peers_part == "receive"]
             beside = [message for message in messages if eta < 1 and message.peers_part == "send"]
             buffer_bytes = carrier.packed_bytes(in_place) + sum(view.nbytes for m in beside for view in m.views)
-            most_bytes = 2 * plan.bucket_bytes - buffer_bytes
-            while len(under_way) == 2 or sum(started.buffer_bytes for started in under_way) > max(most_bytes, 0):
+            taken_bytes = max(buffer_bytes, each_round.moved_bytes)
+            while under_way and sum(each.taken_bytes for each in under_way) + taken_bytes > 2 * plan.bucket_bytes:
                 under_way.popleft().finish(write, arrived, timeout_s)
             label = (
                 f"reallocation of {part.model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
             )
-            under_way.append(_start(carrier, in_place, beside, buffer_bytes, label))
+            under_way.append(_start(carrier, in_place, beside, taken_bytes, label))
         if eta < 1:
             for ours, wanted in zip(here.views(memory), there.views(memory), strict=True):
                 write(wanted, ours)
@@ -91,8 +91,8 @@ def execute(part: Reallocation, *, eta: float = 1.0, arrived: SumsByPeer | None 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A round that was started. `arriving`: the peer, a part of the target, the buffer in which its new values arrive;
-    all buffers together have `buffer_bytes`.
+    """A round that was started. `arriving`: the peer, a part of the target, the buffer in which its new values arrive.
+    `taken_bytes`: of all buffers together, or moved in one direction, where that is more.
 
     A rank posts its own part of a round before it waits for any of it, and waits only for peers in the same or an
     earlier round, whatever the meshes. By induction over the rounds, no rank waits forever.
@@ -100,7 +100,7 @@ class _UnderWay:
 
     label: str
     works: Sequence[Work]
-    buffer_bytes: int
+    taken_bytes: int
     arriving: Sequence[tuple[int, Tensor, Tensor]]
 
     def finish(self, write: Callable[[Tensor, Tensor], object], arrived: SumsByPeer | None, timeout_s: float) -> None:
@@ -112,7 +112,7 @@ class _UnderWay:
 
 
 def _start(
-    carrier: Carrier, in_place: Sequence[Message], beside: Sequence[Message], buffer_bytes: int, label: str
+    carrier: Carrier, in_place: Sequence[Message], beside: Sequence[Message], taken_bytes: int, label: str
 ) -> _UnderWay:
     """Posts messages from and to where their views are, and those `beside` to buffers: one for each message, in which
     the parts lie one behind the other, so that nothing is packed."""
@@ -122,7 +122,7 @@ def _start(
         buffers = buffers_like(message.views)
         buffered.append(replace(message, views=buffers, parts=None))
         arriving += [(message.peer, *pair) for pair in zip(message.views, buffers, strict=True)]
-    return _UnderWay(label, post(carrier, [*in_place, *buffered], label), buffer_bytes, arriving)
+    return _UnderWay(label, post(carrier, [*in_place, *buffered], label), taken_bytes, arriving)
 
 
 def _start_copies(carrier: Carrier, rank: int, here: Locations, there: Locations, memory: Memory) -> list[Work]:
@@ -143,7 +143,7 @@ def _writer(plan: ReallocationPlan, eta: float) -> Callable[[Tensor, Tensor], ob
     if any(transfer.is_forwarded for transfer in plan.transfers):
         raise ValueError(
             f"eta={eta:g} with a plan that forwards: a device would send on averages instead of the source's values; "
-            "plan with forwarding=False"
+            "plan by messages or by broadcasts"
         )
     return lambda target, values: target.lerp_(values, eta)
 

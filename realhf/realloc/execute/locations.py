@@ -96,23 +96,27 @@ class Views(Sequence[Tensor]):
 
 @dataclass(frozen=True)
 class LocatedMessage:
-    """`boxes` that go to `peer` or come from it; `peers_part` is the peer's."""
+    """`boxes` that go to `peer` or come from it; `peers_part` is the peer's. `broadcast`: as `Message`."""
 
     peers_part: PeersPart
     peer: int
     boxes: tuple[Box, ...]
     parts: Locations
+    broadcast: tuple[int, ...] = ()
 
     def message(self, memory: Memory) -> Message:
-        return Message(self.peers_part, self.peer, self.boxes, self.parts.views(memory), self.parts.parts(memory))
+        views, parts = self.parts.views(memory), self.parts.parts(memory)
+        return Message(self.peers_part, self.peer, self.boxes, views, parts, self.broadcast)
 
 
 @dataclass(frozen=True)
 class LocatedRound:
-    """The work of a rank in round `index`, from the plan's `DeviceRound`."""
+    """The work of a rank in round `index`, from the plan's `DeviceRound`. `moved_bytes`: that it sends, or receives,
+    where that is more."""
 
     index: int
     forwards: bool
+    moved_bytes: int
     messages: tuple[LocatedMessage, ...]
 
 
@@ -162,10 +166,10 @@ def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Loca
     for each_round in plan.rounds_of(rank):
         sends, receives = sorted(each_round.sends.items()), sorted(each_round.receives.items())
         messages = (
-            *(LocatedMessage("receive", peer, boxes, parts(boxes)) for peer, boxes in sends),
-            *(LocatedMessage("send", peer, boxes, parts(boxes)) for peer, boxes in receives),
+            *(LocatedMessage("receive", peer, boxes, parts(boxes), each_round.sends_in) for peer, boxes in sends),
+            *(LocatedMessage("send", peer, boxes, parts(boxes), each_round.receives_in) for peer, boxes in receives),
         )
-        rounds.append(LocatedRound(each_round.index, each_round.forwards, messages))
+        rounds.append(LocatedRound(each_round.index, each_round.forwards, item * each_round.moved_elements, messages))
     copied = plan.local_copies.get(rank, ())
     return LocatedPlan(
         tuple(rounds),

@@ -20,12 +20,12 @@ class BroadcastChains:
         # Bytes sent, and bytes of its own that a device has still to send: a busy holder should not forward too.
         self._load: defaultdict[int, int] = defaultdict(int)
 
-    def expect(self, size_bytes: int, holders: Sequence[int]) -> None:
+    def expect(self, size: int, holders: Sequence[int]) -> None:
         """Counts a parcel that one of `holders` will send. Call it for every parcel before the first `hops`."""
         for holder in holders:
-            self._load[holder] += size_bytes // len(holders)
+            self._load[holder] += size // len(holders)
 
-    def hops(self, size_bytes: int, holders: Sequence[int], lacking: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def hops(self, size: int, holders: Sequence[int], lacking: Sequence[int]) -> Iterator[tuple[int, int]]:
         """One (sender, receiver) for each device of `lacking`. A receiver may send in later hops.
 
         Args:
@@ -33,7 +33,7 @@ class BroadcastChains:
         """
         sent, load = self._sent, self._load
         for holder in holders:
-            load[holder] -= size_bytes // len(holders)
+            load[holder] -= size // len(holders)
         holders_of, forwarders_of = self._by_node(holders), self._by_node(())
         forwarders: list[int] = []
         # The first receiver of a node may fetch for the whole node: the device that has fetched the least from other
@@ -43,14 +43,14 @@ class BroadcastChains:
             candidates, others = holders_of[node], forwarders_of[node]
             if not candidates and not others:
                 candidates, others = list(holders), forwarders
-                self._received_across_nodes[receiver] += size_bytes
+                self._received_across_nodes[receiver] += size
             sender = min(candidates or others, key=load.__getitem__)
             # Forwarding takes one round more. It pays only where the holders send more than the receivers receive.
             if sent[sender] > self._received[receiver]:
                 sender = min((*candidates, *others), key=load.__getitem__)
-            sent[sender] += size_bytes
-            load[sender] += size_bytes
-            self._received[receiver] += size_bytes
+            sent[sender] += size
+            load[sender] += size
+            self._received[receiver] += size
             if self._forwarding:
                 forwarders.append(receiver)
                 forwarders_of[node].append(receiver)

@@ -51,13 +51,13 @@ def parcels_of(
     loads_each = max(1, parcel_elements // most_elements)
     of_ways = []
     for (holders, lacking), boxes in ways.items():
-        loads = list(_loads(boxes, min(parcel_elements, most_elements), most_elements))
+        loads = list(loads_of(boxes, min(parcel_elements, most_elements), most_elements))
         first_loads = range(0, len(loads), loads_each)
         of_ways.append([Parcel(loads[first : first + loads_each], holders, lacking) for first in first_loads])
     return [parcel for in_turn in zip_longest(*of_ways) for parcel in in_turn if parcel]
 
 
-def _loads(boxes: Sequence[Box], enough_elements: int, most_elements: int) -> Iterator[Load]:
+def loads_of(boxes: Sequence[Box], enough_elements: int, most_elements: int) -> Iterator[Load]:
     """`boxes` in their order, as loads of `enough_elements` or more. A box is cut where a load would have more than
     `most_elements`."""
     left = deque(boxes)

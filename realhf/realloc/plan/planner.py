@@ -9,29 +9,45 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Literal
 
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import Placement, held_boxes
 from realhf.realloc.plan.broadcast_chain import BroadcastChains
+from realhf.realloc.plan.broadcasts import broadcast_rounds
 from realhf.realloc.plan.cells import Devices, cells_of
-from realhf.realloc.plan.parcels import parcels_of
+from realhf.realloc.plan.parcels import Parcel, parcels_of
 from realhf.realloc.plan.rounds import Rounds, Transfer
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+
+# By messages from holders; by these and from devices that received them before; or by collectives of process groups.
+MovedBy = Literal["messages", "chains", "broadcasts"]
 
 
 @dataclass(frozen=True)
 class DeviceRound:
     """The work of one device in round `index`: by peer, the boxes that it sends and receives, in this order.
 
-    `forwards`: it received some of the sent boxes in an earlier round.
+    `forwards`: it received some of the sent boxes in an earlier round. `sends_in`, `receives_in`: the devices of the
+    broadcast in which it does, the root first; empty: by messages.
     """
 
     index: int
     sends: dict[int, tuple[Box, ...]]
     receives: dict[int, tuple[Box, ...]]
     forwards: bool = False
+    sends_in: Devices = ()
+    receives_in: Devices = ()
+
+    @property
+    def moved_elements(self) -> int:
+        """Elements that it sends, or receives, where these are more; a broadcast sends once."""
+        sent, received = (
+            [sum(box.size for box in boxes) for boxes in of_peers.values()] for of_peers in (self.sends, self.receives)
+        )
+        return max(max(sent, default=0) if self.sends_in else sum(sent), sum(received))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +65,11 @@ class ReallocationPlan:
     lacking_bytes: Mapping[int, int]
     element_bytes: int
     bucket_bytes: int
+
+    @cached_property
+    def groups(self) -> tuple[Devices, ...]:
+        """The devices, ascending, of the process groups that its broadcasts need, in the order of their first use."""
+        return tuple(dict.fromkeys(tuple(sorted(each.broadcast)) for each in self.transfers if each.broadcast))
 
     @property
     def transfers(self) -> Iterator[Transfer]:
@@ -83,14 +104,18 @@ class ReallocationPlan:
             sends: dict[int, tuple[Box, ...]] = {}
             receives: dict[int, tuple[Box, ...]] = {}
             forwards = False
-            for source, target, load, is_forwarded in transfers:
+            sends_in: Devices = ()
+            receives_in: Devices = ()
+            for source, target, load, is_forwarded, broadcast in transfers:
                 if source == device:
                     sends[target] = sends.get(target, ()) + load.boxes
                     forwards |= is_forwarded
+                    sends_in = broadcast
                 elif target == device:
                     receives[source] = receives.get(source, ()) + load.boxes
+                    receives_in = broadcast
             if sends or receives:
-                result.append(DeviceRound(index, sends, receives, forwards))
+                result.append(DeviceRound(index, sends, receives, forwards, sends_in, receives_in))
         return result
 
 
@@ -102,7 +127,7 @@ def plan_between(
     devices_per_node: int | None = None,
     element_bytes: int = 4,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    forwarding: bool = True,
+    by: MovedBy = "chains",
 ) -> ReallocationPlan:
     """The plan that moves `model` from `source` to `target`. Planned once for each pair, then cached."""
     before, after = (
@@ -115,7 +140,7 @@ def plan_between(
         devices_per_node,
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
-        forwarding=forwarding,
+        by=by,
     )
 
 
@@ -126,15 +151,16 @@ def plan_reallocation(
     *,
     element_bytes: int = 4,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    forwarding: bool = True,
+    by: MovedBy = "chains",
 ) -> ReallocationPlan:
     """The plan after which every device of `target` holds its boxes, from the boxes that devices of `source` hold.
 
     A device's own part of a target box is copied locally. For the rest the sender is a holder on the same node
     (devices i * devices_per_node and following; None: one node) or else any holder; among these the one that has
-    been given the fewest bytes to send, then the lowest index. With `forwarding`, a part that several devices want
-    goes on from those that got it in an earlier round: the first of a node fetches it for all of the node, and
-    holders that would send more than others receive are relieved, so that a chain forms behind a single holder.
+    been given the fewest bytes to send, then the lowest index. By chains, a part that several devices want goes on
+    from those that got it in an earlier round: the first of a node fetches it for all of the node, and holders that
+    would send more than others receive are relieved, so that a chain forms behind a single holder. By broadcasts, a
+    sender sends a part once to all devices that get it from there, as the root of their process group.
     Boxes larger than a bucket are cut along their first dimension (further ones only if a single row is larger).
 
     Raises:
@@ -158,18 +184,28 @@ def plan_reallocation(
         for device in lacking:
             lacking_elements[device] += elements
     bucket_elements = bucket_bytes // element_bytes
-    parcels = parcels_of(ways, max(lacking_elements.values(), default=0), bucket_elements)
-    senders, rounds = BroadcastChains(devices_per_node, forwarding), Rounds(bucket_elements)
-    for parcel in parcels:
-        senders.expect(parcel.elements * element_bytes, parcel.holders)
-    for parcel in parcels:
-        arrived: dict[int, list[int]] = {}  # at a device that lacked the parcel: the round of each load
-        for sender, receiver in senders.hops(parcel.elements * element_bytes, parcel.holders, parcel.lacking):
-            arrived[receiver] = rounds.add(sender, receiver, parcel.loads, arrived.get(sender))
+    if by == "broadcasts":
+        rounds = broadcast_rounds(ways, devices_per_node, bucket_elements)
+    else:
+        parcels = parcels_of(ways, max(lacking_elements.values(), default=0), bucket_elements)
+        rounds = _rounds_of_messages(parcels, BroadcastChains(devices_per_node, by == "chains"), bucket_elements)
     return ReallocationPlan(
-        rounds=tuple(tuple(transfers) for transfers in rounds.transfers),
+        rounds=tuple(map(tuple, rounds)),
         local_copies={device: tuple(cells) for device, cells in local_copies.items()},
         lacking_bytes={device: elements * element_bytes for device, elements in lacking_elements.items()},
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
     )
+
+
+def _rounds_of_messages(
+    parcels: Sequence[Parcel], senders: BroadcastChains, bucket_elements: int
+) -> list[list[Transfer]]:
+    rounds = Rounds(bucket_elements)
+    for parcel in parcels:
+        senders.expect(parcel.elements, parcel.holders)
+    for parcel in parcels:
+        arrived: dict[int, list[int]] = {}  # at a device that lacked the parcel: the round of each load
+        for sender, receiver in senders.hops(parcel.elements, parcel.holders, parcel.lacking):
+            arrived[receiver] = rounds.add(sender, receiver, parcel.loads, arrived.get(sender))
+    return rounds.transfers

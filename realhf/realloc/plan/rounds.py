@@ -9,12 +9,16 @@ from realhf.realloc.plan.parcels import Load
 
 
 class Transfer(NamedTuple):
-    """`load` travels from device `source` to `target`. Forwarded: the source received it in an earlier round."""
+    """`load` travels from device `source` to `target`. Forwarded: the source received it in an earlier round.
+
+    broadcast: the devices of the broadcast that it is part of, the root first; empty: it is a message of its own.
+    """
 
     source: int
     target: int
     load: Load
     is_forwarded: bool = False
+    broadcast: tuple[int, ...] = ()
 
 
 class Rounds:

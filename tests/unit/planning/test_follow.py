@@ -39,7 +39,7 @@ def test_it_takes_what_the_reallocation_planner_moves(every_steps: int) -> None:
     graph = following(every_steps)
     reference, training = CallPlan(devices=(1, 1)), CallPlan(devices=(2, 2), tp=2)
     prediction = predict(task_of(graph, **settings(graph, cpu_cluster(4))), placed(reference, training))
-    moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, forwarding=False)
+    moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, by="messages")
     assert sum(moved.lacking_bytes.values()) == sum(moved.sent_bytes.values()) == 4 * parameter_count(TINY)
     seconds = CPU.send_s(sum(moved.lacking_bytes.values()), crosses_nodes=False)
     assert prediction.transfer_s[NAME] == pytest.approx(seconds / every_steps)
@@ -60,7 +60,7 @@ def test_who_has_the_parameters_sends_them_to_all_that_follow(searched: bool) ->
         [found] = next(transfer.seconds for transfer in problem.transfers if transfer.name == NAME)
     else:
         found = predict(task_of(graph, **shared), plan).transfer_s[NAME]
-    moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, forwarding=False)
+    moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, by="messages")
     assert moved.sent_bytes == {0: 2 * 4 * parameter_count(TINY)}
     assert found == pytest.approx(CPU.send_s(moved.sent_bytes[0], crosses_nodes=False))
 

@@ -80,7 +80,7 @@ def test_a_target_moves_towards_the_source(dtype: torch.dtype, rounding: float) 
 
 def test_averages_outside_of_0_to_1_or_along_chains_are_refused() -> None:
     chain = plan_reallocation({0: [BOX]}, {1: [BOX], 2: [BOX]})
-    with pytest.raises(ValueError, match=r"eta=0\.5 with a plan that forwards.*forwarding=False"):
+    with pytest.raises(ValueError, match=r"eta=0\.5 with a plan that forwards.*messages or by broadcasts"):
         execute(Reallocation(chain, 2, [], [(BOX, torch.zeros(4, 3))]), eta=0.5)
     with pytest.raises(ValueError, match=r"eta=1\.5 .* give a number from 0 to 1"):
         execute(Reallocation(chain, 2, [], [(BOX, torch.zeros(4, 3))]), eta=1.5)

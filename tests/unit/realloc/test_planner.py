@@ -12,9 +12,10 @@ from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.shards import Placement, held_boxes
+from realhf.realloc.execute.carriers import Message, broadcasts_of
 from realhf.realloc.plan.cells import subtract
 from realhf.realloc.plan.parcels import Load
-from realhf.realloc.plan.planner import ReallocationPlan, plan_between, plan_reallocation
+from realhf.realloc.plan.planner import DeviceRound, MovedBy, ReallocationPlan, plan_between, plan_reallocation
 from realhf.realloc.plan.rounds import Transfer
 from tests.unit.realloc.layouts import global_state, layouts, models, network_bytes
 
@@ -58,7 +59,8 @@ def check(plan: ReallocationPlan, state: dict[str, np.ndarray], source: Boxes, t
                 got[device][box.name][region(box)] = state[box.name][region(box)]
                 written[device][box.name][region(box)] += 1
                 size_bytes = int(np.prod(box.shape)) * plan.element_bytes
-                sending[transfer.source] += size_bytes
+                is_counted = transfer.broadcast and transfer.target != transfer.broadcast[1]  # a root sends once
+                sending[transfer.source] += 0 if is_counted else size_bytes
                 receiving[device] += size_bytes
                 received[device] += size_bytes
         assert max(*sending.values(), *receiving.values()) <= plan.bucket_bytes
@@ -85,21 +87,67 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
     a, b = data.draw(layouts(model)), data.draw(layouts(model))
     element_bytes = data.draw(st.sampled_from([2, 4, 8]))
     bucket_bytes = data.draw(st.sampled_from([7 * element_bytes, 100, 512, 2**20]))
-    devices_per_node, forwarding = data.draw(st.sampled_from([None, 1, 2, 4])), data.draw(st.booleans())
+    devices_per_node = data.draw(st.sampled_from([None, 1, 2, 4]))
+    by: MovedBy = data.draw(st.sampled_from(["chains", "messages", "broadcasts"]))
     kinds: list[DataParallel] = [data.draw(st.sampled_from(["zero1", "fsdp"])) for _ in range(2)]
-    plan = plan_between(
-        model, *map(Placement, (a, b), kinds), devices_per_node, element_bytes, bucket_bytes, forwarding=forwarding
-    )
+    plan = plan_between(model, *map(Placement, (a, b), kinds), devices_per_node, element_bytes, bucket_bytes, by)
     source = {device: held_boxes(model, a, device, kinds[0]) for device in a.mesh.devices}
     target = {device: held_boxes(model, b, device, kinds[1]) for device in b.mesh.devices}
     state = global_state(model)
     check(plan, state, source, target)
-    if forwarding:
+    check_broadcasts(plan, by)
+    if by == "chains":
         assert network_bytes(plan, devices_per_node) == bytes_that_nodes_lack(
             state, source, target, devices_per_node, element_bytes
         )
     else:
         assert not any(transfer.is_forwarded for transfer in plan.transfers)
+
+
+def check_broadcasts(plan: ReallocationPlan, by: MovedBy) -> None:
+    """Every transfer is part of a broadcast to all of its group, or none is; a device has one of a round either way."""
+    for transfers in plan.rounds:
+        of_groups: dict[tuple[int, ...], list[Transfer]] = {}
+        for transfer in transfers:
+            of_groups.setdefault(transfer.broadcast, []).append(transfer)
+        if by != "broadcasts":
+            assert set(of_groups) == {()}
+            continue
+        for (root, *others), parts in of_groups.items():
+            assert {(part.source, part.load) for part in parts} == {(root, parts[0].load)}
+            assert [part.target for part in parts] == others == sorted(set(others))
+        assert len({root for root, *_ in of_groups}) == len(of_groups)
+        assert len({transfer.target for transfer in transfers}) == len(transfers)
+    assert set(plan.groups) == {tuple(sorted(each.broadcast)) for each in plan.transfers if each.broadcast}
+    assert carried_out_one_after_the_other(plan)
+
+
+def carried_out_one_after_the_other(plan: ReallocationPlan) -> bool:
+    """Whether all broadcasts end although each device has one at a time, and waits in it for all of its group: as over
+    a host's memory, and on NCCL's streams. The order of a device is that of the messages that it posts."""
+    queues: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for device in {device for group in plan.groups for device in group}:
+        rounds = [(each.index, messages_of(device, each)) for each in plan.rounds_of(device)]
+        queues[device] = [
+            (index, of_one[0].broadcast) for index, messages in rounds for of_one in broadcasts_of(messages)
+        ]
+    while any(queues.values()):
+        ready = {queue[0] for queue in queues.values() if queue}
+        ready = {(index, group) for index, group in ready if all(queues[d][:1] == [(index, group)] for d in group)}
+        if not ready:
+            return False
+        for index, group in ready:
+            for device in group:
+                assert queues[device].pop(0) == (index, group)
+    return True
+
+
+def messages_of(device: int, each: DeviceRound) -> list[Message]:
+    """In an order of its own, as `realhf.realloc.execute.locations` has them by peers."""
+    sends = [Message("receive", peer, boxes, [], broadcast=each.sends_in) for peer, boxes in each.sends.items()]
+    return sends + [
+        Message("send", peer, boxes, [], broadcast=each.receives_in) for peer, boxes in each.receives.items()
+    ]
 
 
 def bytes_that_nodes_lack(
@@ -203,7 +251,7 @@ def test_a_single_holder_starts_a_chain() -> None:
         [(3, 2, 2, True)],
     ]
     assert plan.sent_bytes == {0: 16, 1: 8, 2: 8, 3: 16}
-    direct = plan_reallocation(source, target, bucket_bytes=8, forwarding=False)
+    direct = plan_reallocation(source, target, bucket_bytes=8, by="messages")
     assert direct.sent_bytes == {0: 48}
     assert len(direct.rounds) == 6
 
@@ -309,6 +357,24 @@ def test_a_later_round_does_not_keep_earlier_ones_from_being_filled() -> None:
         [(0, 1, "b")],
         [(2, 1, "a")],
     ]
+
+
+def test_broadcasts_by_hand() -> None:
+    """Each half has two holders, one on each node: from there it goes to the devices of the node, in loads of 8
+    bytes."""
+    first, second = rows(0, 4), rows(4, 8)
+    source = {0: [first], 1: [second], 4: [first], 5: [second]}
+    plan = plan_reallocation(source, {d: [rows(0, 8)] for d in (0, 2, 3, 6)}, 4, bucket_bytes=8, by="broadcasts")
+    assert plan.groups == ((0, 2, 3), (4, 6), (0, 1, 2, 3), (5, 6))
+    first_half, second_half = [(0, 2, 3), (4, 6)], [(1, 0, 2, 3), (5, 6)]
+    assert [list(dict.fromkeys(each.broadcast for each in one)) for one in plan.rounds] == 2 * [first_half, second_half]
+    assert {each.load.elements for each in plan.transfers} == {2}
+    assert [(each.sends_in, each.receives_in) for each in plan.rounds_of(0)] == 2 * [
+        ((0, 2, 3), ()),
+        ((), (1, 0, 2, 3)),
+    ]
+    assert [each.moved_elements for each in plan.rounds_of(0)] == [2, 2, 2, 2]
+    assert (plan.sent_bytes[0], plan.received_bytes[0]) == (32, 16)
 
 
 def test_a_parcel_of_several_loads_keeps_its_way() -> None:
