@@ -54,8 +54,8 @@ def test_steps_that_take_turns_in_being_long() -> None:
     assert features.step_seconds(lines) == pytest.approx(2.0)
 
 
-def test_eleven_settings_and_every_feature() -> None:
-    assert len(features.MEASURED) == len(set(map(str, features.MEASURED))) == 11
+def test_twelve_settings_and_every_feature() -> None:
+    assert len(features.MEASURED) == len(set(map(str, features.MEASURED))) == 12
     assert {setting.feature for setting in features.MEASURED} == features.FEATURES.keys() - {"offload"}
     assert {setting.feature for setting in features.SIMULATED} == {"offload"}
 

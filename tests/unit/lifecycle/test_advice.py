@@ -35,6 +35,7 @@ IN_THE_PLAN_OR_ITS_DEVICES = {
     "plan",
     "rule",
     "ignore_runs",
+    "moved_by",
     "offload",
     "staleness_up_to",
     "num_workers",

@@ -89,7 +89,7 @@ def test_broadcasts_where_they_are_faster() -> None:
         assert after == pytest.approx(GLOO_BROADCASTS * before)
     assert found.step_s < prediction.step_s
     assert "parameters by broadcasts in process groups: first, second" in choice_lines(found.plan)
-    assert "<td>first, second</td>" in plan_section(found.plan)
+    assert "<td>first, second</td>" in plan_section(found.plan, [])
     check_plan(found.plan, task.graph, task.batch_size)
     task, prediction = predicted(cpu_cluster(4))
     assert with_best_carriers(task, prediction) is prediction

@@ -12,9 +12,8 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.osdp import problem
 from realhf.planning.model.osdp import request as osdp
-from realhf.planning.model.osdp.problem import Links, OsdpProblem
+from realhf.planning.model.osdp.problem import Links, Operator, OsdpProblem
 from realhf.planning.model.osdp.request import OsdpRequest
 from realhf.planning.problem.native import SearchRequest
 from realhf.planning.request import DevicesRequest, Measured, PlanRequest, SearchBudget, unwatched
@@ -22,6 +21,7 @@ from realhf.planning.what_if import WhatIf
 
 OSDP: dict[str, Any] = {"model": "llama7b", "devices": 4, "memory_gb": 2.0}
 BUDGET = {"budget": SearchBudget(evaluations=1)}
+LARGE_OPERATOR = Operator(name="w", kind="w", parameter_bytes=2**30, gradient_bytes=2**30, optimizer_bytes=2**31)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_the_problem_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.hidden_size == 4096
     assert training == {"sequence_length": 2048, "flops": hardware.flops("float32"), "dtype": "float32"}
     assert given == OsdpProblem(
-        operators=(), links=Links.ring(hardware, 4, launch_s=1e-6), memory_bytes=2 * 2**30, modes=MODES[:1],
-        recompute=True, prefetch=True,
+        operators=(), links=Links.ring(hardware, 4, launch_s=1e-6, overlap=1.0), memory_bytes=2 * 2**30,
+        modes=MODES[:1], recompute=True, prefetch=True,
     )  # fmt: skip
 
 
@@ -163,17 +163,20 @@ def test_operators_whole_and_in_slices(
     fields: dict[str, Any], slices: list[int], batches: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the plans with one mode for all operators the fastest for a sample counts, where one fits."""
-    monkeypatch.setattr(OsdpRequest, "problem", lambda self: "whole")
-    monkeypatch.setattr(problem, "sliced", lambda problem, number: (problem, number))
+    whole = OsdpProblem(operators=(LARGE_OPERATOR,), links=Links.ring(load_hardware("h100"), 4), memory_bytes=1)
+    monkeypatch.setattr(OsdpRequest, "problem", lambda self: whole)
+    monkeypatch.setattr(osdp, "sliced", lambda _, number: number)
 
-    def solve(problems: Any, sizes: range, *, time_limit_s: float) -> str:
-        assert (problems, sizes, time_limit_s) == ([("whole", number) for number in slices], batches, 5.0)
+    def solve(problems: list[OsdpProblem], sizes: range, *, time_limit_s: float) -> str:
+        [asked] = problems
+        assert [each.cuts for each in asked.operators] == [tuple(slices)]
+        assert (sizes, time_limit_s) == (batches, 5.0)
         return "best"
 
-    def uniform(problem: tuple[str, int], mode: str, sizes: range) -> Any:
+    def uniform(number: int, mode: str, sizes: range) -> Any:
         assert sizes == batches
-        fits = mode == MODES[0] or (mode == MODES[1] and problem[1] > 1)
-        return SimpleNamespace(seconds_per_sample=abs(problem[1] - 2.1)) if fits else None
+        fits = mode == MODES[0] or (mode == MODES[1] and number > 1)
+        return SimpleNamespace(seconds_per_sample=abs(number - 2.1)) if fits else None
 
     monkeypatch.setattr(osdp, "solve", solve)
     monkeypatch.setattr(osdp, "uniform_plan", uniform)
