@@ -22,10 +22,11 @@ from realhf.planning.task import PlanningTask
 DEVICES_PER_NODE = 8
 # ReaL and HybridFlow print 200 Gb/s between nodes; on a DGX A100, which `a100-80g` describes, each GPU has as much.
 A100, A100_PRINTED = "a100-80g", "a100-80g, 200 Gb/s a node"
-EVALUATIONS = 100_000
+EVALUATIONS = 400_000
 OPEN = ("recomputation", "sequence_parallel", "data_parallel", "offload_states")  # choices of `PlanningTask`
 
-# ReaL's engine (tests/data/published_step_times.yaml has the same), and HybridFlow's: Megatron-LM with fp32 gradients.
+# ReaL's engine (tests/data/published_step_times.yaml has the same but for sequence parallelism, which trainings have
+# whose replica no other call shares), and HybridFlow's: Megatron-LM with fp32 gradients.
 REAL_ENGINE = EngineFeatures(
     fp32_gradients=False, recomputation="full", response_logits=False, logits_chunk_bytes=None, sequence_parallel=True,
     blocking_sends=True, drains_pipelines=True,
