@@ -27,7 +27,8 @@ def own_device(environ: Mapping[str, str] = os.environ) -> torch.device:
     """
     kind = environ[DEVICE_VARIABLE].partition(":")[0]
     if kind == "cpu":
-        torch.set_num_threads(int(environ.get("OMP_NUM_THREADS", "1")))
+        given = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # the user's may be empty, or a list
+        torch.set_num_threads(int(given) if given.isdecimal() and int(given) else 1)
         return torch.device("cpu")
     assert kind == "cuda", environ[DEVICE_VARIABLE]
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -15,12 +15,14 @@ def test_a_worker_takes_the_one_gpu_that_it_sees(monkeypatch):
     assert own_device({"REALHF_DEVICE": "cuda:3", "CUDA_VISIBLE_DEVICES": "5"}) == torch.device("cuda", 0)
 
 
-def test_a_worker_of_a_run_on_the_cpu_takes_no_gpu_that_torch_sees(monkeypatch):
+@pytest.mark.parametrize(("given", "number"), [("1", 1), ("2", 2), ("2,1", 2), ("", 1), ("0", 1)])
+def test_a_worker_of_a_run_on_the_cpu_takes_no_gpu_that_torch_sees(given, number, monkeypatch):
+    """And as many threads as it is given, whatever the user's variable looks like."""
     sees(monkeypatch, 1)
     threads = torch.get_num_threads()
     try:
-        assert own_device({"REALHF_DEVICE": "cpu:0", "OMP_NUM_THREADS": "1"}) == torch.device("cpu")
-        assert torch.get_num_threads() == 1
+        assert own_device({"REALHF_DEVICE": "cpu:0", "OMP_NUM_THREADS": given}) == torch.device("cpu")
+        assert torch.get_num_threads() == number
     finally:
         torch.set_num_threads(threads)
 
