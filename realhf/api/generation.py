@@ -6,7 +6,7 @@ from typing import Annotated
 
 from realhf.architecture.decoding import GraphLife
 from realhf.base.errors import UserError
-from realhf.base.numbers import check_range
+from realhf.base.numbers import CACHE_TOKENS, check_range
 from realhf.base.options import GENERATION, Common, Option, Settings
 
 _MAX_TOKENS = 2**31
@@ -67,7 +67,7 @@ class GenerationOptions(Settings):
         int | None,
         Option(
             "tokens of a device's KV cache; sequences wait while it is full (default: enough for all)",
-            range=(1, 2**40),
+            range=CACHE_TOKENS,
             unit="tokens",
         ),
     ] = None

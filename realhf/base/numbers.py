@@ -14,6 +14,7 @@ DEVICES: Bounds = (1, 4096)
 STEPS_IN_FLIGHT: Bounds = (1, 1024)
 STALENESS: Bounds = (0, 64)
 TOKENS: Bounds = (1, 2**24)
+CACHE_TOKENS: Bounds = (1, 2**40)  # of a device's KV cache
 SAMPLES: Bounds = (1, 2**20)
 SECONDS: Bounds = (0, 1e9)
 BYTES: Bounds = (0, 2**60)

@@ -13,7 +13,7 @@ from realhf.architecture.decoding import GraphLife
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file, write_atomically
-from realhf.base.numbers import DEVICES, SECONDS, STALENESS, STEPS_IN_FLIGHT, check_fields, check_range
+from realhf.base.numbers import CACHE_TOKENS, DEVICES, SECONDS, STALENESS, STEPS_IN_FLIGHT, check_fields, check_range
 from realhf.dataflow.copies import with_copies
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
@@ -305,6 +305,7 @@ def _check_numbers(plan: ExecutionPlan) -> None:
     check_fields("", plan, {**ranges, "predicted_step_s": SECONDS})
     for name, call in plan.calls.items():
         check_fields(f"calls.{name}.", call, _CALL_RANGES)
+        check_fields(f"calls.{name}.compute.", call.compute, {"kv_cache_tokens": CACHE_TOKENS})
     for name, seconds in plan.beside.items():
         check_range(f"beside.{name}", seconds, *SECONDS)
     for entry in plan.order:

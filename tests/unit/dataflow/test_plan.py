@@ -421,6 +421,15 @@ NUMBERS: list[tuple[dict[str, Any], str]] = [
     ({"calls": {"a": CallPlan(devices=(0, 1), micro_batches=0)}}, "calls.a.micro_batches 0"),
     ({"calls": {"a": CallPlan(devices=(0, 1), micro_batches=2**20 + 1)}}, "calls.a.micro_batches 1048577"),
     ({"calls": {"a": CallPlan(devices=(0, 1), predicted_s=-1.0)}}, "calls.a.predicted_s -1"),
+    ({"calls": {"a": CallPlan(devices=(0, 1), compute=CallCompute(kv_cache_tokens=1))}}, ""),
+    (
+        {"calls": {"a": CallPlan(devices=(0, 1), compute=CallCompute(kv_cache_tokens=-1))}},
+        "calls.a.compute.kv_cache_tokens -1",
+    ),
+    (
+        {"calls": {"a": CallPlan(devices=(0, 1), compute=CallCompute(kv_cache_tokens=0))}},
+        "calls.a.compute.kv_cache_tokens 0",
+    ),
 ]
 
 

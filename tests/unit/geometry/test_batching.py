@@ -61,17 +61,13 @@ def workloads(draw):
 @settings(max_examples=300, deadline=None)
 def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_prefill_tokens, least_share):
     twins, lengths, responses, num_pages, max_running = workload
-    scheduler = Scheduler(
+    scheduler = scheduler_of(
         lengths,
         twins,
-        Limits(
-            num_pages=num_pages,
-            page_size=PAGE,
-            max_running=max_running,
-            max_prefill_tokens=max_prefill_tokens,
-            holds_all=False,
-            least_share=least_share,
-        ),
+        num_pages=num_pages,
+        max_running=max_running,
+        max_prefill_tokens=max_prefill_tokens,
+        least_share=least_share,
     )
     memory = Memory(lengths, twins)
     drawn: Counter[int] = Counter()

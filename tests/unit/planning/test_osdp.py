@@ -211,18 +211,22 @@ def test_equals_brute_force(slices: int | tuple[int, ...], modes: tuple[Mode, ..
     @given(problems(slices, modes, most))
     def check(drawn: tuple[OsdpProblem, range]) -> None:
         problem, batches = drawn
-        expected = brute_force(problem, batches)
-        if np.isinf(expected):
-            with pytest.raises(UserError, match="smallest memory"):
-                solve([problem], batches)
-            return
-        plan = solve([problem], batches, time_limit_s=PATIENCE_S)
-        assert plan.proven
-        assert plan.seconds_per_sample == pytest.approx(expected, rel=1e-11)
-        assert plan.lower_bound_s == pytest.approx(expected, rel=1e-11)
-        assert plan.memory_bytes <= problem.memory_bytes
+        check_solved(problem, batches, brute_force(problem, batches))
 
     check()
+
+
+def check_solved(problem: OsdpProblem, batches: range, expected: float) -> None:
+    """By the plan that takes the `expected` seconds a sample; infinite: nothing fits."""
+    if np.isinf(expected):
+        with pytest.raises(UserError, match="smallest memory"):
+            solve([problem], batches)
+        return
+    plan = solve([problem], batches, time_limit_s=PATIENCE_S)
+    assert plan.proven
+    assert plan.seconds_per_sample == pytest.approx(expected, rel=1e-11)
+    assert plan.lower_bound_s == pytest.approx(expected, rel=1e-11)
+    assert plan.memory_bytes <= problem.memory_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,15 +241,7 @@ def test_hidden_gathers_equal_brute_force(drawn: tuple[OsdpProblem, range], data
         links=replace(problem.links, overlap=data.draw(st.sampled_from([0.3, 1.0]))),
         operators=tuple(replace(op, ahead_s=(data.draw(ahead_s), data.draw(ahead_s))) for op in problem.operators),
     )
-    expected = min(brute_force(hiding, range(batch, batch + 1)) for batch in batches)
-    if np.isinf(expected):
-        with pytest.raises(UserError, match="smallest memory"):
-            solve([hiding], batches)
-        return
-    plan = solve([hiding], batches, time_limit_s=PATIENCE_S)
-    assert plan.proven
-    assert plan.seconds_per_sample == pytest.approx(expected, rel=1e-11)
-    assert plan.memory_bytes <= hiding.memory_bytes
+    check_solved(hiding, batches, min(brute_force(hiding, range(batch, batch + 1)) for batch in batches))
 
 
 def test_overlap_changes_a_plan() -> None:

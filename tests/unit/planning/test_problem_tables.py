@@ -463,15 +463,16 @@ def test_the_needs_of_devices() -> None:
 def test_a_copy_takes_the_place_of_its_home(
     spared: list[tuple[str, str, float]], devices: tuple[int, int], peak: float
 ) -> None:
-    rows = {
-        "a": row((0, 2), 1.0, "h", static_bytes=10.0),
-        "b": row(devices, 1.0, "c", static_bytes=1.0, dynamic_bytes=7.0, copy_bytes=9.0),
-    }
-    problem = problem_of(rows)
+    copying = row(devices, 1.0, "c", static_bytes=1.0, dynamic_bytes=7.0, copy_bytes=9.0)
+    assert peak_of_a_copy(copying, spared=spared) == peak
+
+
+def peak_of_a_copy(copying: OptionRow, **fields: Any) -> float:
+    """Of the first device, where a home of ten bytes is copied by a call with these `fields`."""
+    problem = problem_of({"a": row((0, 2), 1.0, "h", static_bytes=10.0), "b": copying})
     [first, second] = problem.calls
-    second = structs.replace(second, home="a", spared=spared)
-    native = native_problem(structs.replace(problem, calls=[first, second]))
-    assert device_needs(native, [0, 0])[0].peak_bytes == peak
+    calls = [first, structs.replace(second, home="a", **fields)]
+    return device_needs(native_problem(structs.replace(problem, calls=calls)), [0, 0])[0].peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -487,12 +488,5 @@ def test_a_copy_takes_the_place_of_its_home(
 def test_a_copy_that_is_filled_in_place_takes_its_homes_place_at_once(
     in_place_bytes: float | None, devices: tuple[int, int], peak: float
 ) -> None:
-    rows = {
-        "a": row((0, 2), 1.0, "h", static_bytes=10.0),
-        "b": row(devices, 1.0, "c", static_bytes=0.0, dynamic_bytes=0.0, copy_bytes=9.0),
-    }
-    problem = problem_of(rows)
-    [first, second] = problem.calls
-    second = structs.replace(second, home="a", spared=[("h", "c", 6.0)], in_place_bytes=in_place_bytes)
-    native = native_problem(structs.replace(problem, calls=[first, second]))
-    assert device_needs(native, [0, 0])[0].peak_bytes == peak
+    copying = row(devices, 1.0, "c", static_bytes=0.0, dynamic_bytes=0.0, copy_bytes=9.0)
+    assert peak_of_a_copy(copying, spared=[("h", "c", 6.0)], in_place_bytes=in_place_bytes) == peak
