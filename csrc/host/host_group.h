@@ -38,7 +38,7 @@ public:
 
 private:
     char* slot(int rank, int stage) const;
-    std::vector<const void*> slots(int stage, std::size_t offset) const;  // of all ranks, from `offset` on
+    std::vector<const void*> slots(int stage, std::size_t offset) const;  // all ranks', from `offset` on
     void arrive();
     void wait_for(int rank);
     void wait_for_all();

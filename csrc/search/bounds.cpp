@@ -8,7 +8,7 @@
 namespace realhf::search {
 namespace {
 
-constexpr int kRounds = 3;             // of fixing orders
+constexpr int kRounds = 3;             // rounds that fix orders
 constexpr double kRounding = 1 - 1e-12;  // quotients round; a bound must not be above what it bounds
 
 }  // namespace

@@ -91,7 +91,7 @@ private:
     std::vector<Part> parts_;
 
     std::vector<double> durations_, areas_, joints_, between_;  // [nodes]
-    int best_price_ = kPrices / 2;            // of the highest bound, the last time
+    int best_price_ = kPrices / 2;            // the highest bound's, the last time
     std::vector<double> gains_;               // [transfers]
     std::vector<std::uint64_t> adjacent_;     // [calls] calls that certainly share a device with it, without itself
     std::vector<std::uint64_t> beside_;       // [nodes] calls whose nodes it excludes

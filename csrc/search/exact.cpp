@@ -21,7 +21,7 @@ constexpr std::size_t kJobsPerThread = 64;
 // that, it may take longer.
 constexpr std::int64_t kFirstAttempt = 10'000;
 constexpr std::int64_t kAttemptGrowth = 8;
-constexpr double kLeastPart = 1.0 / 64;  // of the gap
+constexpr double kLeastPart = 1.0 / 64;  // as a part of the gap
 constexpr double kNegligible = 1e-4;    // of a step: transfers that take less are not looked at
 constexpr double kLastGap = 0.004;       // which is closed at once, if it can be
 constexpr double kSlack = 1e-9;          // relative difference below which two makespans are the same

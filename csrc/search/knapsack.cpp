@@ -7,7 +7,7 @@ namespace realhf::search::knapsack {
 
 namespace {
 
-constexpr std::size_t late_width = 256;  // of lists past the deadline
+constexpr std::size_t late_width = 256;  // the lists' past the deadline
 
 }  // namespace
 

@@ -99,7 +99,7 @@ class Knapsack {
     double slack_;  // a bound must exceed the best gain by this much for a better solution to be possible
     std::vector<int> start_, best_;
     std::vector<Entry> order_, in_turns_;  // by distance of prices; by loss, one to grow and one to shrink in turns
-    std::vector<double> low_, high_;  // of all classes from one on
+    std::vector<double> low_, high_;  // all classes from one on
     std::vector<Change> changes_;
     std::vector<Sum> shifted_, merged_;
     std::int64_t bytes_ = 0, gain_ = 0, best_gain_ = 0, states_ = 0;

@@ -29,9 +29,9 @@ constexpr Pass passes[] = {{256, 0},     {1 << 10, 1}, {1 << 12, 2}, {1 << 10, 0
                            {1 << 20, 1}};
 constexpr std::size_t bound_width = 1 << 12;
 constexpr double relative_tolerance = 1e-12;
-constexpr long double line_tolerance = 4e-15;  // of the largest seconds: rounding of doubles
+constexpr long double line_tolerance = 4e-15;  // times the largest seconds: rounding of doubles
 constexpr long double largest_multiple = 1LL << 36;
-constexpr long double smallest_unit = 1e-13;  // of the largest seconds, themselves exact to 10^-16 or so
+constexpr long double smallest_unit = 1e-13;  // times the largest seconds, themselves exact to 10^-16 or so
 constexpr std::int64_t no_gain = -(std::int64_t{1} << 60);
 
 // Knapsacks whose gains are nearly proportional to their bytes: a bound that is met, and solutions that meet it.
@@ -383,7 +383,7 @@ class Family {
     // Linear relaxations (Dantzig) of all knapsacks, in one sweep for each largest gather.
     void relax() {
         result_.smallest_fixed_bytes = std::numeric_limits<std::int64_t>::max();
-        std::vector<std::pair<Increment, std::size_t>> steps;  // of all classes, by how many gathers are allowed
+        std::vector<std::pair<Increment, std::size_t>> steps;  // all classes, by how many gathers are allowed
         std::size_t most = 0;
         for (const Kind& kind : kinds_) most = std::max(most, kind.gathers.size());
         for (std::size_t number = 0; number <= most; ++number) {

@@ -41,7 +41,7 @@ struct Solution {
     std::vector<int> cuts;                  // [operator]
     std::vector<std::vector<int>> slices;   // [operator][mode]
     std::int64_t smallest_fixed_bytes = 0;  // model states and gather of the choice that needs the least
-    std::int64_t states = 0;                // of the knapsacks' dynamic programs
+    std::int64_t states = 0;                // the knapsacks' dynamic programs
 };
 
 constexpr int most_slices = 64;  // of an operator

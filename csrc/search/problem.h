@@ -17,8 +17,8 @@ constexpr std::size_t kMaxCalls = 64;  // sets of calls are bit masks
 constexpr int kMaxDevices = 1 << 20;
 constexpr int kMaxInstances = 1 << 13;  // nodes x steps of a search; the proof relates each to each
 constexpr int kMaxSimulated = 1 << 20;  // nodes x steps of one simulation
-constexpr std::size_t kMaxParents = 1024;  // of a node
-constexpr int kMaxLabel = 1 << 20;         // of communicators
+constexpr std::size_t kMaxParents = 1024;  // a node has
+constexpr int kMaxLabel = 1 << 20;         // communicators' labels
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kMaxNumber = 1e18;        // of times and bytes: sums of them are finite
 
@@ -33,7 +33,7 @@ struct Option {
     int first;             // first device
     int size;              // number of consecutive devices
     int strategy;          // opaque label
-    double time;           // of the call alone
+    double time;           // the call alone
     double static_bytes;   // on each of its devices, for good; of a call away from its home, while it runs
     double dynamic_bytes;  // on each of its devices, while it runs
     double copy_bytes;     // on top of dynamic_bytes when the layout is not that of the call's home
