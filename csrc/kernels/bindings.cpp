@@ -2,6 +2,7 @@
 // here depends on torch; its importers check shapes, strides and dtypes.
 #include <pybind11/pybind11.h>
 
+#include "bit_sums.h"
 #include "decode_layer.h"
 #include "layers.h"
 #include "paged_attention.h"
@@ -106,6 +107,12 @@ PYBIND11_MODULE(_cpu, m) {
     m.def(
         "square_sum",
         [](DType dtype, int64_t count, uintptr_t numbers) { return square_sum(dtype, count, at<void>(numbers)); },
+        Release());
+    m.def(
+        "bit_sum",
+        [](int64_t bytes, int64_t rows, int64_t words, uintptr_t data, int64_t stride, int64_t first, int64_t step) {
+            return bit_sum(bytes, rows, words, at<void>(data), stride, first, step);
+        },
         Release());
     py::class_<LayerShape>(m, "LayerShape", py::module_local())
         .def(py::init([](int64_t hidden, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t inner) {

@@ -209,7 +209,8 @@ class Dispatcher:
         request = self._open.answered(worker, reply)
         if reply.wait:
             self._on_span(worker, reply.wait)
-        self._on_span(worker, reply.span)
+        for span in (*reply.digests, reply.span):
+            self._on_span(worker, span)
         self._replies.put_nowait((worker, request, reply))
 
     def describe(self, worker: int, request_id: int | None = None) -> str:

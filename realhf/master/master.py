@@ -26,6 +26,7 @@ from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
 from realhf.master.uniform_rewards import RewardWatch, remedies
 from realhf.master.vital_signs import VitalSigns
+from realhf.master.weights import WeightsWatch
 from realhf.rundir.checkpoints import read_state, step_folder
 from realhf.rundir.events import note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
@@ -85,7 +86,8 @@ class Master:
         self._signs = VitalSigns(self._clock.now, self._dispatcher, directory, server.garbage)
         self._ready: dict[int, str] = {}  # worker -> its device, for workers that are ready
         self._all_ready = asyncio.Event()
-        self._saver = Saver(run, directory, self._dispatcher, start_id)
+        self._weights = WeightsWatch(run)
+        self._saver = Saver(run, directory, self._dispatcher, self._weights, start_id)
         self._store = KeyValueStore(self._num_workers)
         self._state: RunState = "starting"
         self._ending: RunState = "done"
@@ -150,7 +152,9 @@ class Master:
         self._write_status("running")
         step, steps = self._step, self._run.experiment.steps
         if step:
-            self._dispatcher.states = read_state(step_folder(self._directory.checkpoints, step)).calls
+            state = read_state(step_folder(self._directory.checkpoints, step))
+            self._dispatcher.states = state.calls
+            self._weights.begin_with(state.weights, step)
         if not self._is_evaluated(step):  # a run that goes on may have been
             await self._evaluate(step)
         verdict = None
@@ -292,6 +296,8 @@ class Master:
             if record.node.call in self._run.experiment.graph.calls:
                 reply = next(iter(record.replies.values()))  # it is of all workers
                 metrics["calls"][record.node.call]["weights_version"] = reply.weights_version
+        for call, digests in self._weights.of_step("train", step, records).items():
+            metrics["calls"][call] |= digests
         append_line(self._directory.metrics, metrics)
         log_step(metrics)
         self._trackers.step(metrics)
@@ -368,6 +374,7 @@ class Master:
         def add(batch: int, records: list[CallRecord]) -> None:
             self._recorder.set(f"{split} after step {step}: {batch + 1} of {rows.batches} batches")
             stats.extend(record.stats for record in records)
+            self._weights.of_step(split, step, records)
             made, first = (each for record in records for each in record.completions), rows.first_sample(batch)
             completions.extend(replace(each, sample=first + each.sample) for each in made)
 
@@ -418,7 +425,8 @@ class Master:
         span = self._clocks.corrected(worker, message.span)
         if isinstance(message, Reply):
             wait = self._clocks.corrected(worker, message.wait) if message.wait else None
-            self._dispatcher.reply(worker, replace(message, span=span, wait=wait))
+            digests = tuple(self._clocks.corrected(worker, each) for each in message.digests)
+            self._dispatcher.reply(worker, replace(message, span=span, wait=wait, digests=digests))
         else:
             self._saver.written(worker, message)
             self._trace.add(worker, span)

@@ -37,7 +37,7 @@ def check_reply(request: Request | None, reply: Reply) -> None:
     """
     if request is None:
         raise ValueError(f"a reply to request {reply.request_id}, which is not open")
-    for span in (reply.span, reply.wait):
+    for span in (reply.span, reply.wait, *reply.digests):
         if span is not None and not (_is_time(span.start) and _is_time(span.end)):
             raise ValueError(f"a reply to {request.what} that took from {span.start} to {span.end}")
     if reply.outputs.keys() != request.outputs:

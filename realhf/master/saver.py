@@ -12,6 +12,7 @@ from realhf.base.errors import RunError, UserError
 from realhf.dataflow.plan import plan_digest
 from realhf.geometry.boxes import Box
 from realhf.master.loop import Dispatcher
+from realhf.master.weights import WeightsWatch
 from realhf.models.checkpoint_index import STEPS_KEY, finish, state_owners
 from realhf.rundir import checkpoints
 from realhf.rundir.checkpoints import RunState, step_folder
@@ -34,8 +35,11 @@ class Saver:
     failure is noted, and training goes on. The last checkpoint of a run must be written.
     """
 
-    def __init__(self, run: Run, directory: RunDirectory, dispatcher: Dispatcher, start_id: str = ""):
+    def __init__(
+        self, run: Run, directory: RunDirectory, dispatcher: Dispatcher, weights: WeightsWatch, start_id: str = ""
+    ):
         self._run, self._directory, self._dispatcher, self._start_id = run, directory, dispatcher, start_id
+        self._weights = weights
         self._initial_steps = run.initial_steps  # now: the checkpoints that models start from may go during the run
         self._writing: set[int] = set()  # workers
         self._under_way = ""
@@ -172,6 +176,7 @@ class Saver:
                 if run.optimizer_steps(model)
             },
             models={},  # known when they are written
+            weights=self._weights.newest(),
             calls={call: numbers for call, numbers in self._dispatcher.states.items() if numbers},
             statistics={
                 name: value for name, value in statistics.items() if math.isfinite(value)

@@ -24,6 +24,7 @@ from realhf.base.files import (
     write_atomically,
 )
 from realhf.models.checkpoint_index import INDEX_FILE, check_content, read_index
+from realhf.rundir.weights import SavedWeights
 
 FORMAT = "run-checkpoint/2"
 STATE_FILE = "run.json"
@@ -37,7 +38,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `samples` of the data set have been read: the order of rows follows from it and the seed, as the random numbers of
     sampling follow from step and seed. `models` has the SHA-256 of every model's index, which has those of its files.
     `statistics` are the means of the last step and of the evaluation after it. `calls` has the numbers that calls keep
-    from step to step, of those that keep any. `sha256` is of all other fields.
+    from step to step, of those that keep any. `weights` has the newest known version of every model, frozen ones too.
+    `sha256` is of all other fields.
     """
 
     step: int
@@ -49,6 +51,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     models: dict[str, str]
     statistics: dict[str, float] = {}
     calls: dict[str, dict[str, float]] = {}
+    weights: dict[str, SavedWeights] = {}
     sha256: str = ""
     format: str = FORMAT
 
@@ -182,8 +185,9 @@ def read_state(checkpoint: Path) -> RunState:
 
 def _digest(state: RunState) -> str:
     fields = msgspec.to_builtins(msgspec.structs.replace(state, sha256=""), order="deterministic")
-    if not state.calls:  # older checkpoints have no such field
-        del fields["calls"]
+    for name in ("calls", "weights"):  # which older checkpoints do not have
+        if not fields[name]:
+            del fields[name]
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
 
 

@@ -12,7 +12,17 @@ from realhf.rewards.details import NO_DETAILS, RewardDetails
 
 # "sending", "writing" and "beside" (calls beside the devices) run on threads of their own, beside the other phases.
 Phase = Literal[
-    "setup", "reallocation", "sending", "offload", "transfer", "compute", "checkpoint", "writing", "beside", "waiting"
+    "setup",
+    "reallocation",
+    "sending",
+    "offload",
+    "transfer",
+    "digest",
+    "compute",
+    "checkpoint",
+    "writing",
+    "beside",
+    "waiting",
 ]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -280,6 +290,12 @@ class Reply(Message, frozen=True, kw_only=True):
     tokens: Count = 0
     # How many training steps the parameters that a call used have seen.
     weights_version: Count = 0
+    # The bit sums of the parameters here that a call used, and of those that it made: of each box, in the order of
+    # their names and offsets.
+    used_weights: tuple[Count, ...] = ()
+    made_weights: tuple[Count, ...] = ()
+    # When they were summed up.
+    digests: tuple[Span, ...] = ()
     # Peak memory of models and data on this worker since its last call (`realhf.worker.memory_use`); 0: not known.
     peak_bytes: Count = 0
     # Messages that this worker sent in collectives of data parallelism, by name

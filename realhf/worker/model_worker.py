@@ -57,6 +57,7 @@ from realhf.worker.memory_use import MemoryGauge
 from realhf.worker.move_thread import MoveThread
 from realhf.worker.parameter_moves import ParameterMoves, groups_of_broadcasts
 from realhf.worker.store import SampleStore, describe
+from realhf.worker.weights import WeightSums
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class ModelWorker:
         self._interfaces = self._load_interfaces()
         self._models: dict[tuple[str, Layout], EngineModel] = {}
         self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
+        self._weights = WeightSums(run)
         for name, home in run.homes.items():
             if rank in home.mesh.devices:
                 self._set_activity(f"setup: model {name}")
@@ -210,6 +212,8 @@ class ModelWorker:
         mini_batches = [self._inputs(request, definition, ids).to(self._device) for ids in request.mini_batches]
         model = self._models[definition.model_name, request.layout]
         self._moves.select(model, definition.model_name, request.version)
+        digests: list[Span] = []
+        used = self._summed(request, definition, model, digests)
         with self._timed("compute", f"{request.call} of {request.batch}") as span, traffic() as sent:
             tokens_before = model.tokens_processed
             result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
@@ -219,13 +223,18 @@ class ModelWorker:
             if context.holds_outputs:  # within the time of the call, since a GPU may be at work until they are there
                 kept = {*definition.output_data, *self._run.spec.record}
                 outputs = {key: moved(column, HOST) for key, column in result.outputs.items() if key in kept}
+        made: tuple[int, ...] = ()
         if split == "train" and definition.trains and definition == self._trainings(definition.model_name)[-1]:
             model.residency.begin_at_version(step + 1)
+            made = self._summed(request, definition, model, digests)
         reply = Reply(
             request_id=request.request_id,
             span=span(),
             wait=wait,
             weights_version=max(0, request.version),
+            used_weights=used,
+            made_weights=made,
+            digests=tuple(digests),
             peak_bytes=self._memory.take_peak(),
             sent_bytes=dict(sent.sent_bytes),
         )
@@ -239,6 +248,20 @@ class ModelWorker:
             completions=self._completions(request, definition, mini_batches, result),
             tokens=(model.tokens_processed - tokens_before) // definition.passes,
         )
+
+    def _summed(
+        self, request: CallFunction, definition: ModelFunctionCallDef, model: EngineModel, spans: list[Span]
+    ) -> tuple[int, ...]:
+        """The bit sums of the parameters that the call's model has now; none where the call does not use it."""
+        name, batch = definition.model_name, request.batch
+        if not definition.uses_model:
+            return ()
+        step = batch.step if batch.split == "train" else request.trained_steps
+        if not self._weights.are_known(name, request.layout, model, step):
+            with self._timed("digest", f"{request.call} of {batch}") as span:
+                self._weights.of(name, request.layout, model, step)
+            spans.append(span())
+        return self._weights.of(name, request.layout, model, step)
 
     def _hand_on(self, request: CallFunction) -> None:
         """Starts a call on the other thread, beside the devices, on data in host memory."""

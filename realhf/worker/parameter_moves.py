@@ -163,7 +163,7 @@ class ParameterMoves:
         home.lend_to(copy, in_place=in_place)
         if lent is not None and home.where is Where.LENT:
             if in_place:
-                lent.verify_copied(home.readable(), rank=self._rank, model_name=name)
+                lent.verify(home.readable(), rank=self._rank, model_name=name, is_back=False)
             self._lent[name] = lent
 
     def _used(self, name: str, layout: Layout) -> None:

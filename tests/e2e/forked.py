@@ -7,11 +7,12 @@ gloo, and the run directory is whole.
 import contextlib
 import ctypes
 import importlib
+import io
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,21 @@ class ForkedLauncher(Launcher):
 
 def quickly_finished(run_dir: Path, experiment: str | Path, *words: str | Path) -> FinishedRun:
     """As `tests.e2e.runs.finished`, with forked processes; the command itself runs in this process."""
-    launcher = ("--launcher", "tests.e2e.forked:ForkedLauncher")
-    code = cli.main(["run", str(experiment_file(experiment)), "--run-dir", str(run_dir), *map(str, words), *launcher])
+    code = _run(run_dir, experiment, words)
     assert code == 0, "\n".join(path.read_text()[-2000:] for path in (run_dir / "logs").glob("*.log"))
     return FinishedRun(run_dir)
+
+
+def quickly_failed(run_dir: Path, experiment: str | Path, *words: str | Path) -> str:
+    """The error of a run that begins and does not end well."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert _run(run_dir, experiment, words) == 1
+    return said.getvalue()
+
+
+def _run(run_dir: Path, experiment: str | Path, words: Iterable[str | Path]) -> int:
+    launcher = ("--launcher", "tests.e2e.forked:ForkedLauncher")
+    return cli.main(["run", str(experiment_file(experiment)), "--run-dir", str(run_dir), *map(str, words), *launcher])
 
 
 def _environment(spec: ProcessSpec) -> dict[str, str]:

@@ -37,6 +37,7 @@ class Residency:
     seen. Only the model's own vectors compute: another version is selected by an exchange of values.
 
     version: the one that computes.
+    changes: another number whenever the values that compute may be others.
 
     Args:
         vectors: all parameters that this rank keeps, each vector with a storage of its own; padding is zero.
@@ -65,7 +66,7 @@ class Residency:
         self._in_copy: Boxes = []  # while they are lent: where they are
         self._sides: Sides | None = None  # while they are lent in place
         self._passage = passage_on(self._vectors[0].device)
-        self.version = versions[0]
+        self.version, self.changes = versions[0], 0
         others = [[torch.zeros_like(vector) for vector in self._vectors] for _ in versions[1:]]
         self._kept = dict(zip(versions, [self._vectors, *others], strict=True))
         self._waiting_parameters = HostCopy([vector for of_version in self._kept.values() for vector in of_version])
@@ -105,6 +106,7 @@ class Residency:
     def trained(self) -> None:
         """To be called when the model itself changes its parameters and optimizer states."""
         self._waiting_parameters.has_changed = self._waiting_states.has_changed = True
+        self.changes += 1
 
     @property
     def versions(self) -> list[int]:
@@ -122,6 +124,7 @@ class Residency:
         assert is_free, f"version {number} is kept beside {self.version}"
         self._kept[number] = self._kept.pop(self.version)
         self.version = number
+        self.changes += 1
 
     def select_version(self, number: int) -> None:
         """Version `number` computes from now on. Raises LookupError where it is not kept."""
@@ -264,3 +267,4 @@ class Residency:
         self.check_here()
         self._on_leaving()
         self._where = where
+        self.changes += 1

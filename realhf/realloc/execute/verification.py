@@ -96,28 +96,22 @@ class LentParts:
         self._boxes = [box for box, _ in lent]
         self._sums = bit_sums([tensor for _, tensor in lent]) if lent else None
 
-    def verify_copied(self, copied: Sequence[tuple[Box, Tensor]], *, rank: int, model_name: str) -> None:
-        """`copied`: the same boxes in the same order, in the copy.
+    def verify(self, parts: Sequence[tuple[Box, Tensor]], *, rank: int, model_name: str, is_back: bool = True) -> None:
+        """`parts`: the same boxes in the same order, in the copy or, where it `is_back`, at home.
 
         Raises:
             VerificationError: a part is not as it was lent.
         """
-        if differing := self._differing(copied):
-            raise VerificationError(
-                f"{model_name}: rank {rank} lent other values to a copy than it had, of parameter {_named(differing)}; "
-                f"a memory changed them: {_REMEDY}"
+        if differing := self._differing(parts):
+            what = (
+                "took other values back than it had lent to a copy"
+                if is_back
+                else "lent other values to a copy than it had"
             )
-
-    def verify(self, returned: Sequence[tuple[Box, Tensor]], *, rank: int, model_name: str) -> None:
-        """`returned`: the same boxes in the same order.
-
-        Raises:
-            VerificationError: a part is not as it was lent.
-        """
-        if differing := self._differing(returned):
+            when = " while the call in the copy's layout ran" if is_back else ""
             raise VerificationError(
-                f"{model_name}: rank {rank} took other values back than it had lent to a copy, of parameter "
-                f"{_named(differing)}; a memory changed them while the call in the copy's layout ran: {_REMEDY}"
+                f"{model_name}: rank {rank} {what}, of parameter {_named(differing)}; a memory changed them{when}: "
+                f"{_REMEDY}"
             )
 
     def _differing(self, parts: Sequence[tuple[Box, Tensor]]) -> list[Box]:

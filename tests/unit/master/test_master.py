@@ -352,9 +352,9 @@ def test_the_best_by_a_statistic_that_nothing_makes(
         keep_best=best, resume_step=resume_step,
     )  # fmt: skip
     plan = ExecutionPlan(num_devices=1, calls={})
-    run: Any = SimpleNamespace(
-        spec=spec, plan=plan, experiment=SimpleNamespace(graph=ppo_graph(), steps=7, evaluations={})
-    )
+    graph = ppo_graph()
+    experiment = SimpleNamespace(graph=graph, graphs={"train": graph}, steps=7, evaluations={})
+    run: Any = SimpleNamespace(spec=spec, plan=plan, experiment=experiment)
     run.deadlines, run.initial_steps = Deadlines(), {}
     directory.evaluations.write_text('{"step":0,"accuracy":0.5}\n')
     master = Master(run, directory, ScriptedServer([], Clock()))  # type: ignore[arg-type]

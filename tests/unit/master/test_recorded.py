@@ -420,7 +420,7 @@ def test_checkpoints_are_of_this_run_by_this_dispatcher_and_this_start(
     monkeypatch.setattr(master_module, "Saver", lambda *arguments: given.append(arguments))
     run = run_of()
     master, _ = master_of(run, directory, "12345678")
-    assert given == [(run, directory, master._dispatcher, "12345678")]
+    assert given == [(run, directory, master._dispatcher, master._weights, "12345678")]
 
 
 def test_requests_are_late_by_the_seconds_in_which_the_master_ran(

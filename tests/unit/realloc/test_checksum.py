@@ -1,5 +1,6 @@
 """Checksums beside sums of Python's integers, and the changes that they must notice."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from realhf.realloc.execute.checksum import bit_sum, bit_sums
+from realhf.geometry.boxes import Box
+from realhf.realloc.execute.checksum import ParameterSums, bit_sum, bit_sums
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8]
 
@@ -34,9 +36,9 @@ def expected(words: list[int]) -> int:
     """As `bit_sum` computes it, number by number."""
     total = 0
     for index, word in enumerate(words):
-        mixed = index * 0x2545F491 % 2**31
-        mixed = (mixed ^ mixed >> 15) * 0x5851F42D % 2**31
-        total += word * (2 * mixed + 1)
+        mixed = index * 0x2545F491 % 2**30
+        factor = 4 * ((mixed ^ mixed >> 15) * 0x1851F42D % 2**30) + 1
+        total += word * (factor - 2**32 if factor >= 2**31 else factor)
     return total % 2**64
 
 
@@ -112,6 +114,7 @@ def test_a_gpu_sums_up_chunks_that_take_longer_than_a_launch(monkeypatch: pytest
     assert summed == [2**21] * 3
     tensor = random_tensor(torch.float32, 40, 30)
     whole = checksum(tensor)
+    monkeypatch.setattr("realhf.realloc.execute.checksum.kernels", None)
     for size in (7, 64, 2**20):
         monkeypatch.setattr("realhf.realloc.execute.checksum._CHUNK", size)
         assert checksum(tensor) == whole
@@ -120,3 +123,30 @@ def test_a_gpu_sums_up_chunks_that_take_longer_than_a_launch(monkeypatch: pytest
 def test_sums_of_several_tensors() -> None:
     tensors = [random_tensor(torch.float32, 5), random_tensor(torch.float32, 3, 4)]
     assert (bit_sums(tensors).numpy().astype(np.uint64) == [checksum(tensor) for tensor in tensors]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None)
+@given(data=st.data(), shape=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_parts_add_up_to_the_whole_with_kernels_and_without(
+    dtype: torch.dtype, data: st.DataObject, shape: list[int]
+) -> None:
+    """However a parameter is cut."""
+    whole, parts = random_tensor(dtype, *shape), [Box("w", (0,) * len(shape), tuple(shape))]
+    for dim, extent in enumerate(shape):
+        cuts = sorted({0, extent, *data.draw(st.sets(st.integers(0, extent), max_size=2))})
+        parts = [box.between(start, end, dim) for box in parts for start, end in itertools.pairwise(cuts)]
+    copies = [(box, whole[box.slices_in(Box("w", (0,) * len(shape), tuple(shape)))].clone()) for box in parts]
+    sums = ParameterSums(copies, {"w": shape})
+    assert sum(sums()) % 2**64 == checksum(whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("realhf.realloc.execute.checksum.kernels", None)
+        with_torch = ParameterSums(copies, {"w": shape})()
+    assert with_torch == sums()
+    assert all(0 <= total < 2**64 for total in sums())
+    copies[0][1].fill_(3)
+    assert sums() == ParameterSums(copies, {"w": shape})(), "what the parts are now"
+
+
+def test_sums_of_no_parts() -> None:
+    assert ParameterSums([], {})() == ()

@@ -1,0 +1,28 @@
+"""The values of a model's parameters as a run notes them: a sum for each parameter, and one digest of all."""
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+
+class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A version of a model's parameters. `sums` has by parameter the bit sum of all its elements, modulo 2^64, in
+    hexadecimal digits (`realhf.realloc.execute.checksum.parameter_sums`). Sums of other dtypes cannot be compared."""
+
+    version: int
+    dtype: str
+    sums: dict[str, str]
+
+    @classmethod
+    def of(cls, version: int, dtype: str, sums: Mapping[str, int]) -> "SavedWeights":
+        return cls(version=version, dtype=dtype, sums={name: f"{total:016x}" for name, total in sums.items()})
+
+    def numbers(self) -> dict[str, int]:
+        """The sums by parameter. Raises ValueError if one is no such number."""
+        return {name: int(total, 16) for name, total in self.sums.items()}
+
+
+def weights_digest(sums: Mapping[str, int]) -> str:
+    """16 hexadecimal digits, equal where all sums are; they depend on no layout."""
+    return hashlib.blake2b(msgspec.json.encode(sorted(sums.items())), digest_size=8).hexdigest()

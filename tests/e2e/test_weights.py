@@ -1,0 +1,99 @@
+"""Every call says with which weights it computed; a run whose weights are not what they should be ends with a name."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.rundir import checkpoints
+from realhf.rundir.checkpoints import STATE_FILE, RunState, step_folder
+from tests.e2e.forked import quickly_failed, quickly_finished
+from tests.e2e.runs import FinishedRun
+
+pytestmark = pytest.mark.distributed
+
+JOB = "../tests/e2e/weights_job"
+PARAMETER = "model.layers.1.mlp.down_proj.weight"
+BOTH, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(1, 1))
+TENSOR, PIPELINE = CallPlan(devices=(0, 2), tp=2), CallPlan(devices=(0, 2), pp=2)
+
+
+def plan(generate: CallPlan, reference: CallPlan, train: CallPlan) -> ExecutionPlan:
+    calls = {"actor_generate": generate, "reference_inference": reference, "actor_train_step": train}
+    return ExecutionPlan(num_devices=2, calls=calls, max_steps_in_flight=1)
+
+
+def digests(run: FinishedRun, call: str, name: str = "weights") -> list[str]:
+    return [line["calls"][call][name] for line in run.metrics]
+
+
+def words(folder: Path, planned: ExecutionPlan) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    save_plan(planned, folder / "plan.json")
+    return ["--plan", str(folder / "plan.json")]
+
+
+def test_digests_are_of_versions_and_of_no_layout(tmp_path: Path) -> None:
+    """And a run goes on, under another plan, with the weights that its checkpoint has; with others it does not."""
+    own = words(tmp_path, plan(TENSOR, SECOND, BOTH))
+    run = quickly_finished(tmp_path / "run", JOB, *own, "--checkpoint-every", "2")
+    generated, made = digests(run, "actor_generate"), digests(run, "actor_train_step", "new_weights")
+    assert generated == digests(run, "actor_train_step")
+    assert generated[1:] == made[:-1]
+    assert len({*generated, made[-1]}) == 5, "every step makes others"
+    assert set(digests(run, "reference_inference")) == {generated[0]}, "random weights of one seed"
+    other = quickly_finished(tmp_path / "other", JOB, *words(tmp_path / "p", plan(PIPELINE, BOTH, TENSOR)))
+    assert digests(other, "actor_generate")[0] == generated[0]
+    again = [*words(tmp_path / "p", plan(PIPELINE, BOTH, TENSOR)), "--resume", "--checkpoint-every", "2"]
+    longer = quickly_finished(tmp_path / "run", JOB, *again, "--steps", "6")
+    assert digests(longer, "actor_generate")[4] == made[-1]
+
+    path = step_folder(tmp_path / "run/checkpoints", 6) / STATE_FILE
+    _with_other_sum(path, "reference")
+    text = quickly_failed(tmp_path / "run", JOB, *again, "--steps", "8")
+    assert (
+        "reference_inference of step 7 has other values of reference than version 0 has, which the checkpoint after "
+        f"step 6 had: in {PARAMETER}, on workers 0, 1;" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            "bit in a copy",
+            "actor_generate of step 2 has other values of actor than version 1 has, which the result of "
+            f"actor_train_step of step 1 had: in {PARAMETER}, on worker",
+        ),
+        (
+            "move left out",
+            "actor_generate of step 2: worker 1 has other values than worker 0 in version 1 of actor, in "
+            "model.layers.0.input_layernorm.weight, the part of shape (32,) at offset (0,); a memory or a link changed",
+        ),
+        (
+            "bit of one rank",
+            "the result of actor_train_step of step 2: worker 1 has other values than worker 0 in version 2 of actor, "
+            f"in {PARAMETER}, the part of shape (32, 48) at offset (0, 0); a memory or a link changed them: go on",
+        ),
+        (
+            "bit of the reference",
+            "reference_inference of step 3 has other values of reference than version 0 has, which reference_inference "
+            f"of step 1 had: in {PARAMETER}, on worker 1; a memory or a link changed them, or they are of another step",
+        ),
+    ],
+)
+def test_a_fault_ends_the_run_with_call_version_parameter_and_worker(tmp_path: Path, fault: str, said: str) -> None:
+    given = [*words(tmp_path, plan(TENSOR, SECOND, BOTH)), "--fault", fault]
+    every = "1" if "reference" in fault else "0"  # what nothing writes is summed up again only as often as that says
+    text = quickly_failed(tmp_path / "run", JOB, *given, "--verify-reallocations-every", every)
+    assert said in text
+
+
+def _with_other_sum(path: Path, model: str) -> None:
+    """Changes a digest in a checkpoint's state, as if its weights had been others."""
+    state = msgspec.json.decode(path.read_bytes(), type=RunState)
+    saved = state.weights[model]
+    wrong = msgspec.structs.replace(saved, sums=saved.sums | {PARAMETER: f"{1:016x}"})
+    state = msgspec.structs.replace(state, weights=state.weights | {model: wrong})
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, sha256=checkpoints._digest(state))))
