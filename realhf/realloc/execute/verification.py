@@ -103,15 +103,11 @@ class LentParts:
             VerificationError: a part is not as it was lent.
         """
         if differing := self._differing(parts):
-            what = (
-                "took other values back than it had lent to a copy"
-                if is_back
-                else "lent other values to a copy than it had"
-            )
+            lent = f"{model_name}: rank {rank} lent other values to a copy than it had, of parameter "
+            back = f"{model_name}: rank {rank} took other values back than it had lent to a copy, of parameter "
             when = " while the call in the copy's layout ran" if is_back else ""
             raise VerificationError(
-                f"{model_name}: rank {rank} {what}, of parameter {_named(differing)}; a memory changed them{when}: "
-                f"{_REMEDY}"
+                f"{back if is_back else lent}{_named(differing)}; a memory changed them{when}: {_REMEDY}"
             )
 
     def _differing(self, parts: Sequence[tuple[Box, Tensor]]) -> list[Box]:
