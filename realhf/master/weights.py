@@ -23,7 +23,7 @@ _REMEDY = "go on from the last checkpoint with --resume, without that machine if
 
 @dataclass(frozen=True)
 class _Values:
-    """The values of a call. `whose`: the call, for people; `parts`: the sum of each box; `sums`: of whole parameters."""
+    """The values of a call. `whose`: the call, for people; `parts`: the sums of boxes; `sums`: of parameters."""
 
     whose: str
     parts: Mapping[Box, int]

@@ -154,8 +154,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     verify_reallocations_every: Annotated[
         int,
         _record(
-            "compare checksums of reallocated parameters the first time, and then every N steps, with those of unchanged "
-            "ones (1: always, 0: never)",
+            "compare checksums of reallocated parameters the first time, and then every N steps; sum up unchanged ones "
+            "again as often (1: always, 0: never)",
             range=(0, MAX_STEPS),
             unit="steps",
         ),
