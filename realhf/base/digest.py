@@ -1,11 +1,13 @@
-"""Digests of files: the inputs of a run, and the sources of a cache."""
+"""Digests: of files, which are inputs of a run or sources of a cache, and of weights."""
 
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+
+import msgspec
 
 from realhf.base.files import file_digest, open_regular
 
@@ -48,3 +50,9 @@ def _read(path: Path, sampled: bool) -> str:
             file.seek((size - part_bytes) * part // (_PARTS - 1))
             digest.update(file.read(part_bytes))
         return digest.hexdigest()
+
+
+def weights_digest(sums: Mapping[str, int]) -> str:
+    """The digest of a model's weights, by parameter the bit sum of all its elements, modulo 2^64
+    (`realhf.realloc.execute.checksum`): 16 hexadecimal digits, the same under every layout."""
+    return hashlib.blake2b(msgspec.json.encode(sorted(sums.items())), digest_size=8).hexdigest()

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
+from realhf.base.digest import weights_digest
 from realhf.base.errors import RunError
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.splits import Split
@@ -15,7 +16,7 @@ from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement, held_boxes
 from realhf.master.loop import CallRecord
 from realhf.rundir.run import Run
-from realhf.rundir.weights import SavedWeights, weights_digest
+from realhf.rundir.weights import SavedWeights
 
 _NUMBERS = 2**64
 _REMEDY = "go on from the last checkpoint with --resume, without that machine if it happens again"

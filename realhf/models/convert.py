@@ -17,6 +17,7 @@ from realhf.api.model_source import model_source
 from realhf.architecture.hugging_face import config_content, family_of
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.architecture.transformers_config import TransformersConfig
+from realhf.base.digest import weights_digest
 from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters, parameter_count
@@ -26,6 +27,8 @@ from realhf.models.checkpoint import CheckpointReader, snapshot, write_snapshot
 from realhf.models.checkpoint_index import finish, staged, staging_directory
 from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, companions_of, is_hugging_face
 from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
+from realhf.models.opening import open_checkpoint
+from realhf.realloc.execute.checksum import ParameterSums
 
 # In a checkpoint of boxes: the files that came with the weights, for converting back.
 COMPANION_FOLDER = "hugging_face"
@@ -127,16 +130,18 @@ def to_hugging_face(conversion: Conversion, say: Say) -> None:
     companions = companions_of(like)
     if not companions:
         say("no tokenizer to copy; --like DIR takes one from there")
+    dtype = conversion.dtype or reader.index.dtype
     if isinstance(model, TransformersConfig):
         from realhf.models.transformers_models import write_directory  # transformers may not be installed
 
-        files = write_directory(target, model, conversion.dtype or reader.index.dtype, reader.read_into, companions)
+        files = write_directory(target, model, dtype, reader.read_into, companions)
+        say(f"read back, weights {_compared(reader, target, model, dtype)}")
         say(f"{target}: written by transformers, {', '.join(path.name for path in files)}")
         return
     files = write_hugging_face(
         target,
         model,
-        conversion.dtype or reader.index.dtype,
+        dtype,
         reader.read_into,
         like=config_content(like / CONFIG_FILE) if has_like else None,
         companions=companions,
@@ -145,7 +150,34 @@ def to_hugging_face(conversion: Conversion, say: Say) -> None:
     for path in files:
         say(f"wrote {path.name}, {path.stat().st_size:,} bytes")
     family = family_of(config_content(target / CONFIG_FILE)).model_type
-    say(f"{target}: Hugging Face {family}, {conversion.dtype or reader.index.dtype}")
+    say(f"read back, weights {_compared(reader, target, model, dtype)}")
+    say(f"{target}: Hugging Face {family}, {dtype}")
+
+
+def _compared(reader: CheckpointReader, target: Path, model: DecoderConfig, dtype: DType) -> str:
+    """Reads a directory that was written, and compares it with the checkpoint that it was made from.
+
+    Returns:
+        the digest of its weights, as `metrics.jsonl` has it of a run's.
+
+    Raises:
+        UserError: a parameter differs; the directory is removed.
+    """
+    shapes, sums = {spec.name: spec.shape for spec in decoder_parameters(model)}, dict[str, int]()
+    written = open_checkpoint(target, model)
+    for name, shape in shapes.items():
+        box, tensors = Box(name, (0,) * len(shape), shape), []
+        for each in (reader, written):
+            tensors.append(torch.empty(shape, dtype=getattr(torch, dtype)))
+            each.read_into(tensors[-1], box)
+        own, sums[name] = ParameterSums([(box, tensor) for tensor in tensors], shapes)()
+        if own != sums[name]:
+            shutil.rmtree(target)
+            raise UserError(
+                f"{target}: {name} has other values than in {reader.directory}, from which it was written; a disk or a "
+                "memory changed them: convert again"
+            )
+    return weights_digest(sums)
 
 
 def _dtype(source: HuggingFaceDirectory, model: DecoderConfig) -> DType:

@@ -1,6 +1,5 @@
-"""The values of a model's parameters as a run notes them: a sum for each parameter, and one digest of all."""
+"""The values of a model's parameters as a checkpoint notes them: a sum for each parameter."""
 
-import hashlib
 from collections.abc import Mapping
 
 import msgspec
@@ -21,8 +20,3 @@ class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def numbers(self) -> dict[str, int]:
         """The sums by parameter. Raises ValueError if one is no such number."""
         return {name: int(total, 16) for name, total in self.sums.items()}
-
-
-def weights_digest(sums: Mapping[str, int]) -> str:
-    """16 hexadecimal digits, equal where all sums are; they depend on no layout."""
-    return hashlib.blake2b(msgspec.json.encode(sorted(sums.items())), digest_size=8).hexdigest()

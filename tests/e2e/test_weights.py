@@ -9,7 +9,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.rundir import checkpoints
 from realhf.rundir.checkpoints import STATE_FILE, RunState, step_folder
 from tests.e2e.forked import quickly_failed, quickly_finished
-from tests.e2e.runs import FinishedRun
+from tests.e2e.runs import FinishedRun, realhf
 
 pytestmark = pytest.mark.distributed
 
@@ -48,6 +48,8 @@ def test_digests_are_of_versions_and_of_no_layout(tmp_path: Path) -> None:
     again = [*words(tmp_path / "p", plan(PIPELINE, BOTH, TENSOR)), "--resume", "--checkpoint-every", "2"]
     longer = quickly_finished(tmp_path / "run", JOB, *again, "--steps", "6")
     assert digests(longer, "actor_generate")[4] == made[-1]
+    exported = realhf("convert", tmp_path / "run", tmp_path / "exported")
+    assert f"weights {digests(longer, 'actor_train_step', 'new_weights')[-1]}" in exported.stdout, exported.stderr
 
     path = step_folder(tmp_path / "run/checkpoints", 6) / STATE_FILE
     _with_other_sum(path, "reference")

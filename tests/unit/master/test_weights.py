@@ -9,6 +9,7 @@ import torch
 
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.model import DecoderConfig
+from realhf.base.digest import weights_digest
 from realhf.base.errors import RunError
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
@@ -19,7 +20,7 @@ from realhf.master.loop import CallRecord
 from realhf.master.state import Node
 from realhf.master.weights import WeightsWatch
 from realhf.realloc.execute.checksum import ParameterSums
-from realhf.rundir.weights import SavedWeights, weights_digest
+from realhf.rundir.weights import SavedWeights
 from realhf.transport.messages import Reply, Span
 from tests.unit.api.calls import call
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from realhf.cli import main
 from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.parameters import decoder_parameters
+from realhf.models import convert as module
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.convert import Conversion, convert
 from tests.unit.checkpoints import save_model
@@ -52,6 +54,7 @@ def test_there_and_back(mistral: Oracle, tmp_path: Path) -> None:
     assert (reader.index.dtype, reader.index.metadata) == ("float32", {"converted_from": str(mistral.directory)})
     said = run(source=str(boxes), target=str(back))
     assert said[-1] == f"{back}: Hugging Face mistral, float32"
+    assert re.fullmatch("read back, weights [0-9a-f]{16}", said[-2])
     before, after = (load_file(d / "model.safetensors") for d in (mistral.directory, back))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -99,6 +102,28 @@ def test_tensors_of_several_dtypes(mistral: Oracle, tmp_path: Path) -> None:
     reader = CheckpointReader(tmp_path / "boxes")
     for spec in decoder_parameters(mistral.config):
         assert torch.equal(reader.read(whole_box(spec.name, spec.shape)), coarse[spec.name].float())
+
+
+def test_a_bit_that_changed_on_the_disk_is_seen(
+    mistral: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "boxes", mistral.config, mistral.state("state"))
+    rightly = module.write_hugging_face
+
+    def write(*arguments: Any, **more: Any) -> list[Path]:
+        files = rightly(*arguments, **more)
+        (path,) = [path for path in files if path.suffix == ".safetensors"]
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1  # of the last number the sign, or its neighbour
+        path.write_bytes(content)
+        return files
+
+    monkeypatch.setattr(module, "write_hugging_face", write)
+    with pytest.raises(
+        UserError, match=r"back: \S+ has other values than in \S+boxes, from which it was written; a disk"
+    ):
+        run(source=str(tmp_path / "boxes"), target=str(tmp_path / "back"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["boxes"]
 
 
 @pytest.mark.parametrize("kind", ["hugging face", "boxes"])
