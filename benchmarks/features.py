@@ -266,12 +266,12 @@ def main() -> None:
     settings = QUICK if arguments.quick else (*MEASURED, *SIMULATED)
     settings = tuple(setting for setting in settings if arguments.case in setting.feature)
     steps = QUICK_STEPS if arguments.quick else STEPS
+    ensure_data(Path("runs/rl-step-data"))
     jobs = {setting.models.words if setting.models is not EVEN else ROLLOUTS.words for setting in settings}
     for models in () if arguments.quick else PROFILED:
         if models.words in jobs:
             words = ("--force", "--num-workers", str(NUM_WORKERS), "--max-tokens", "1024")
             realhf("profile", models.job, *words, *models.words)
-    ensure_data(Path("runs/rl-step-data"))
     with tempfile.TemporaryDirectory() as folder:
         results = [row(setting, Path(folder) / str(i), steps) for i, setting in enumerate(settings)]
     finish("features", results, arguments.json)

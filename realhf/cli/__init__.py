@@ -23,6 +23,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "stop": "end a run with a checkpoint",
         "report": "write a run's report.html",
         "compare": "draw several runs in one page",
+        "verify": "execute a step of a run once more, and compare",
     },
     "prepare": {
         "doctor": "check the installation and this machine",

@@ -59,7 +59,7 @@ def start(run: Run, request: RunRequest, listener: Listener) -> None:
     say what was saved and which command goes on with a run that had begun. No process is left.
     """
     directory = request.directory
-    launcher, _ = _launcher(run, request, directory)
+    launcher, _ = launcher_of(run, request, directory)
     RunDirectory.create(directory.path)
     with contextlib.ExitStack() as held:
         try:
@@ -81,7 +81,7 @@ def resume(request: RunRequest, listener: Listener) -> None:
     with directory.lock(LAUNCHER_LOCK):
         with directory.lock(MASTER):  # a job may outlive its launcher
             run, choice = resumed_run(request, directory, listener.search)
-            launcher, _ = _launcher(run, request, directory)
+            launcher, _ = launcher_of(run, request, directory)
             warning = schedule_note(run, directory)
             fill(run, directory, accepts_inputs=request.recovery.accept_changed_inputs)
         note_start(run, directory, "resumed", choice)
@@ -95,10 +95,10 @@ def resume(request: RunRequest, listener: Listener) -> None:
 
 def preview(run: Run, request: RunRequest) -> str:
     """The text of a dry run: a batch script, commands. Raises UserError where it cannot start them."""
-    return _launcher(run, request, request.directory)[1]
+    return launcher_of(run, request, request.directory)[1]
 
 
-def _launcher(run: Run, request: RunRequest, directory: RunDirectory) -> tuple[Launcher, str]:
+def launcher_of(run: Run, request: RunRequest, directory: RunDirectory) -> tuple[Launcher, str]:
     """The launcher of a run, and what it would start. Raises UserError where it cannot start it."""
     launcher = request.launcher(request.launcher_options)
     return launcher, launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))

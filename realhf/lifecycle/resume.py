@@ -34,11 +34,7 @@ def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unw
     experiment is another one or was changed, as is what it reads, or the run has ended.
     """
     saved = read_spec(directory.experiment, RunSpec)
-    if os.getcwd() != saved.working_directory:
-        raise UserError(
-            f"the run was started in {saved.working_directory}, which its relative paths begin at, and this is "
-            f"{os.getcwd()}; cd {saved.working_directory} and resume it there"
-        )
+    check_working_directory(saved)
     experiment = experiment_of(request.experiment, request.fields, saved)
     _check_unchanged(saved.values, experiment, directory)
     choice = newest_good(directory.checkpoints)
@@ -59,6 +55,15 @@ def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unw
     if not request.recovery.accept_changed_inputs:
         check_inputs(run, directory)
     return run, choice
+
+
+def check_working_directory(saved: RunSpec) -> None:
+    """Raises UserError where a run's relative paths would begin elsewhere."""
+    if os.getcwd() != saved.working_directory:
+        raise UserError(
+            f"the run was started in {saved.working_directory}, which its relative paths begin at, and this is "
+            f"{os.getcwd()}; cd {saved.working_directory} and resume it there"
+        )
 
 
 def schedule_note(run: Run, directory: RunDirectory) -> str | None:
@@ -121,10 +126,10 @@ def _plan(
             stale = experiment.stale(own.staleness)
             check_given(own, stale, stale.graph, stale.settings.batch_size, cluster.num_devices)
             return own, cluster
-    return plan_for(experiment, _as_stale(wanted, own.staleness), watch)
+    return plan_for(experiment, as_stale(wanted, own.staleness), watch)
 
 
-def _as_stale(wanted: PlanRequest, staleness: int) -> PlanRequest:
+def as_stale(wanted: PlanRequest, staleness: int) -> PlanRequest:
     """The request for a plan of the run's staleness: copies that keep old weights are in its checkpoints. Raises
     UserError if it asks for another."""
     asked = wanted.given.staleness if wanted.given else staleness
