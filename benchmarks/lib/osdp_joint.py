@@ -29,9 +29,12 @@ from realhf.parallel import collectives
 wrapping, measuring = map(import_module, ("realhf.wrapping.osdp", "realhf.profiling.collectives"))
 
 LATENCY_S = 1e-4
-SLOW, SLOWER = 5e7, 1e7  # bytes a second
+# The gathers of all parameters in one pass take these parts of a forward pass: in a plan all are hidden, or cost more
+# than computing half of the blocks again.
+HIDDEN, DEAR = 0.8, 5.0
+FORWARD = 1 / 3  # of a step without a link
 MEASURED_BYTES = (2**12, 2**16, 2**20)  # larger ones would take long
-HIDING = Shape(name="a block, many tokens", parts=((1, 320),), vocabulary=512, samples=48)
+HIDING = Shape(name="four blocks, many tokens", parts=((4, 320),), vocabulary=512, samples=32)
 RECOMPUTING = Shape(name="six blocks, many tokens", parts=((6, 160),), vocabulary=512, samples=32)
 PART = 0.5  # of what recomputation of all blocks saves, that is lacking for ZeRO-1
 
@@ -50,13 +53,16 @@ class _Late(dist.Work):
 
 @contextmanager
 def slow_link(bytes_per_s: float) -> Iterator[None]:
-    """Within it gathers and reductions of this process also take LATENCY_S and their bytes at this bandwidth. What they
-    cost is measured once, for all ways."""
+    """Within it gathers and reductions of this process also take LATENCY_S and their bytes at this bandwidth, one after
+    the other. What they cost is measured once, for all ways."""
     gather, scatter = collectives.all_gather_tensor, collectives.reduce_scatter_tensor
+    free_at = 0.0  # when the link has sent all that it was given
 
     def arrives(flat: Tensor, group: dist.ProcessGroup) -> _Late:
+        nonlocal free_at
         sent = flat.nbytes * (group.size() - 1) / group.size()
-        return _Late(time.perf_counter() + LATENCY_S + sent / bytes_per_s)
+        free_at = max(free_at, time.perf_counter()) + LATENCY_S + sent / bytes_per_s
+        return _Late(free_at)
 
     def late_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
         work, late = gather(flat, own, group=group, async_op=async_op), arrives(flat, group)
@@ -93,6 +99,13 @@ class Pair:
 
 
 class _Joint(Bench):
+    def link(self, part: float) -> float:
+        """The bandwidth at which the gathers of one pass take this part of a forward pass, in bytes a second."""
+        alone = self.osdp(modes="replicated")
+        forward_s = FORWARD * statistics.median(self.times({"alone": alone})["alone"])
+        parameters = sum(op.parameter_bytes for op in alone.plan.chosen.problem.operators)
+        return parameters * (1 - 1 / self.mesh.size()) / (part * forward_s)
+
     def _pair(self, together: Osdp, alone: Osdp) -> Pair:
         plans, seconds = (together.plan, alone.plan), self.times({"together": together, "alone": alone})
         return Pair(
@@ -107,7 +120,7 @@ class Overlap(_Joint):
     """With room for all replicated."""
 
     def outcome(self) -> Pair:
-        with slow_link(SLOWER):
+        with slow_link(self.link(HIDDEN)):
             with mock.patch.object(wrapping, "measure_overlap", return_value=0.0):
                 alone = self.osdp()
             return self._pair(self.osdp(), alone)
@@ -117,7 +130,7 @@ class Recomputation(_Joint):
     """With too little for ZeRO-1 and all activations."""
 
     def outcome(self) -> Pair:
-        with slow_link(SLOW):
+        with slow_link(self.link(DEAR)):
             plain = self.osdp(modes="zero1").plan.memory_bytes
             again = self.osdp(modes="zero1", memory_bytes=plain - 2**20, recompute=True)
             problem = again.plan.chosen.problem
