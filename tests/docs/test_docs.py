@@ -52,6 +52,7 @@ RUN_HERE = {
     "realhf status runs/first --samples": "",
     "realhf convert runs/first exported": "",
     "realhf report runs/first": "",
+    "realhf verify runs/first --step 1": "",
     "realhf run reinforce.py --steps 1 --num-workers 1 --run-dir runs/reinforce": "--batch-size 8",
     "realhf compare runs/first runs/reinforce --html compare.html": "",
     "realhf run scored.py --steps 1 --num-workers 2 --run-dir runs/scored": "--batch-size 8",

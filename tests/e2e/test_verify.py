@@ -1,0 +1,114 @@
+"""`realhf verify`: a step executed once more is bit by bit what the run recorded, and what is not is named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.base.errors import UserError
+from realhf.cli.verify import told
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.lifecycle.verify import Verdict, VerifyRequest, verify
+from realhf.rundir.lines import read_lines
+from tests.e2e.forked import ForkedLauncher, quickly_finished
+from tests.e2e.runs import ROOT, realhf
+
+pytestmark = pytest.mark.distributed
+
+BOTH, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(1, 1))
+TENSOR, PIPELINE = CallPlan(devices=(0, 2), tp=2), CallPlan(devices=(0, 2), pp=2)
+
+
+def plan(generate: CallPlan, reference: CallPlan, train: CallPlan) -> ExecutionPlan:
+    calls = {"actor_generate": generate, "reference_inference": reference, "actor_train_step": train}
+    return ExecutionPlan(num_devices=2, calls=calls, max_steps_in_flight=1)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of a run with a checkpoint after the second."""
+    folder = tmp_path_factory.mktemp("verify")
+    save_plan(plan(TENSOR, SECOND, BOTH), folder / "plan.json")
+    words = ("--plan", folder / "plan.json", "--checkpoint-every", "2")
+    return quickly_finished(folder / "run", "../tests/e2e/weights_job", *words).path
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(ROOT)
+    shutil.copytree(recorded, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def verdict(run: Path, step: int, **more: Any) -> Verdict:
+    try:
+        return verify(VerifyRequest(run_dir=run, step=step, launcher=ForkedLauncher, **more), lambda _: None)
+    finally:
+        assert not list(run.glob("verify-*")), "nothing is left"
+
+
+def changed(path: Path, number: int, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a line of a file of JSON lines, counted from 0."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines[number])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_step_is_the_same_bit_by_bit_from_its_checkpoint(run: Path) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    found = verdict(run, 4)
+    assert (found.first, found.compared, list(found.found), found.largest) == (3, 2, [], None)
+    assert told(found, VerifyRequest(run_dir=run, step=4)) == ["steps 3 to 4: nothing differs"]
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    assert after == before, "the run is as it was"
+
+
+def test_the_first_thing_that_differs_is_named(run: Path) -> None:
+    """A digest, a text and a statistic of the run are others than what its step makes: one after the other."""
+    changed(run / "metrics.jsonl", 2, lambda line: line.update(loss=line["loss"] + 0.25))
+    found = verdict(run, 3)
+    assert (found.first, found.compared) == (3, 1)
+    assert [(each.step, each.what) for each in found.found] == [(3, "the statistic loss")]
+    assert found.largest is not None
+    assert found.largest.size == pytest.approx(0.25 / max(1.0, found.found[0].recorded))
+    text = told(found, VerifyRequest(run_dir=run, step=3))[0]
+    assert text.startswith(f"step 3, the statistic loss: {found.found[0].recorded} in the run, ")
+
+    changed(run / "metrics.jsonl", 2, lambda line: line["calls"]["actor_generate"].update(weights="0" * 16))
+    found = verdict(run, 3)
+    assert [each.what for each in found.found] == ["the weights that were used by actor_generate", "the statistic loss"]
+
+
+def test_under_another_plan_numbers_agree_within_a_tolerance(run: Path, tmp_path: Path) -> None:
+    """From the beginning, since there is no checkpoint before the first two steps."""
+    save_plan(plan(PIPELINE, BOTH, TENSOR), tmp_path / "other.json")
+    found = verdict(run, 2, plan=tmp_path / "other.json", tolerance=1e-4)
+    assert (found.first, found.compared, list(found.found)) == (1, 2, [])
+    request = VerifyRequest(run_dir=run, step=2, tolerance=1e-4)
+    assert told(found, request)[0] == "steps 1 to 2: nothing differs by more than 0.0001"
+    exact = verdict(run, 2, num_workers=1)
+    assert exact.found[0].step in (1, 2), "sums are rounded in another order"
+    assert exact.largest is None or (exact.largest.size or 0.0) < 1e-4
+
+
+def test_what_cannot_be_verified(run: Path) -> None:
+    with pytest.raises(UserError, match=r"--step 9: the run in .* has recorded 1 to 4; give one of these"):
+        verdict(run, 9)
+    changed(run / "metrics.jsonl", 3, lambda line: line.update(plan="0" * 12))
+    with pytest.raises(UserError, match="has no plan 000000000000, under which step 4 was made; give one with --plan"):
+        verdict(run, 4)
+    assert len(read_lines(run / "metrics.jsonl", json.loads).values) == 4
+
+
+@pytest.mark.slow
+def test_the_command(run: Path) -> None:
+    done = realhf("verify", run, "--step", "4")
+    assert (done.returncode, done.stdout.strip()) == (0, "steps 3 to 4: nothing differs"), done.stderr
+    assert "steps 3 to 4, from checkpoints/step-2, on 2 workers, plan " in done.stderr
+    changed(run / "metrics.jsonl", 3, lambda line: line.update(loss=line["loss"] + 0.25))
+    done = realhf("verify", run, "--step", "4")
+    assert done.returncode == 1
+    assert done.stdout.startswith("step 4, the statistic loss: ")
