@@ -65,9 +65,9 @@ def _of_samples(step: int, recorded: Sequence[Sample], again: Sequence[Sample]) 
     for one in recorded:
         if other := others.get(one.sample):
             for field in ("prompt", "response"):
-                if getattr(one, field) != getattr(other, field):
-                    texts = (repr(getattr(each, field)) for each in (one, other))
-                    yield Difference(step, f"the {field} of sample {one.sample}", *texts)
+                before, now = (getattr(each, field) for each in (one, other))
+                if before != now:
+                    yield Difference(step, f"the {field} of sample {one.sample}", repr(before), repr(now))
             if found := _of_numbers(step, f"the reward of sample {one.sample}", one.reward, other.reward):
                 yield found
 
