@@ -28,7 +28,7 @@ class Case(msgspec.Struct, kw_only=True):
     unit: str
     baseline: float | None
     ratio: float | None
-    target: float
+    target: float | None
     holds: bool
 
 
