@@ -19,7 +19,7 @@ from realhf.geometry.shards import Placement, held_boxes
 from realhf.master.loop import CallRecord
 from realhf.master.state import Node
 from realhf.master.weights import WeightsWatch
-from realhf.realloc.execute.checksum import ParameterSums
+from realhf.realloc.execute.checksum import ParameterSums, bit_sum
 from realhf.rundir.weights import SavedWeights
 from realhf.transport.messages import Reply, Span
 from tests.unit.api.calls import call
@@ -216,6 +216,7 @@ def test_a_copy_of_another_model_has_its_values() -> None:
 def test_an_average_has_values_of_its_own_which_stay() -> None:
     watched = Watched(follow=Follow("actor", eta=0.5, every_steps=2))
     watched.trained(0, values(1), values(2))
+    watched.trained(1, values(2), values(3))  # whose second version the average is not
     for step, seed in ((0, 5), (1, 5), (2, 6), (3, 6)):
         watched.watch.of_step("train", step, [watched.record("reference_inference", step, values(seed))])
     with pytest.raises(RunError, match="than version 2 has, which reference_inference of step 3 had"):
@@ -226,7 +227,8 @@ def test_the_values_of_a_checkpoint_are_expected_after_it() -> None:
     before, then = Watched(PLANS["tp"]), values(2)
     before.trained(0, values(1), then)
     saved = before.watch.newest()
-    assert saved == {"actor": SavedWeights.of(1, "float32", saved["actor"].numbers())}
+    whole = {name: int(bit_sum(tensor)) % 2**64 for name, tensor in then.items()}
+    assert saved == {"actor": SavedWeights.of(1, "float32", whole)}
     for wrong in (flipped(then, "model.norm.weight"), then):
         after = Watched(PLANS["all"])
         after.watch.begin_with(saved, 1)
@@ -236,8 +238,9 @@ def test_the_values_of_a_checkpoint_are_expected_after_it() -> None:
         with pytest.raises(RunError, match=r"which the checkpoint after step 1 had: in model\.norm"):
             after.generated(1, wrong)
     other_dtype = {"actor": SavedWeights.of(1, "bfloat16", saved["actor"].numbers()), "gone": saved["actor"]}
-    after.watch.begin_with(other_dtype, 1)
-    Watched(PLANS["all"]).generated(1, values(3))
+    another = Watched(PLANS["all"])
+    another.watch.begin_with(other_dtype, 1)
+    another.generated(1, values(3))
 
 
 def test_sums_of_other_parts_than_a_worker_holds() -> None:
