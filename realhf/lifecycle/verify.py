@@ -85,8 +85,9 @@ def verify(request: VerifyRequest, say: Callable[[str], None]) -> Verdict:
     before = _checkpoint_before(directory, request.step)
     run = _run(request, directory, recorded[request.step], before)
     again = RunDirectory(directory.path / f"verify-{os.getpid()}")
+    steps = f"steps {before + 1} to {request.step}" if before + 1 < request.step else f"step {request.step}"
     say(
-        f"steps {before + 1} to {request.step}, from {f'checkpoints/step-{before}' if before else 'the beginning'}, on "
+        f"{steps}, from {f'checkpoints/step-{before}' if before else 'the beginning'}, on "
         f"{workers_in_words(run.spec.num_workers)}, plan {plan_digest(run.plan)[:DIGEST_LENGTH]}"
     )
     with _removed(again):
