@@ -13,9 +13,7 @@ from setuptools import setup
 from setuptools.command.build import build
 from setuptools.errors import PlatformError
 
-# clang takes functions for several instruction sets that one file alone calls for unused.
-WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function"]
-WARNINGS += ["-Werror"] if os.environ.get("REALHF_WERROR") == "1" else []
+WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", *(["-Werror"] if os.environ.get("REALHF_WERROR") == "1" else [])]
 REMEDY = """
   Debian, Ubuntu:  apt-get install g++ python3-dev
   Fedora, RHEL:    dnf install gcc-c++ python3-devel

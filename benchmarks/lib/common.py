@@ -43,17 +43,10 @@ def case_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def case(
-    name: str,
-    value: float,
-    unit: str,
-    *,
-    baseline: float | None,
-    ratio: float | None,
-    target: float | None,
-    holds: bool,
+    name: str, value: float, unit: str, *, baseline: float | None, ratio: float | None, target: float, holds: bool
 ) -> dict:
     """One measured case; `ratio` says how many times better than the baseline of the same run. Both are None where
-    there is nothing to compare with, or where one of the two is 0. `target`: None or 0 where there is none."""
+    there is nothing to compare with, or where one of the two is 0. `target`: 0 where there is none."""
     if not value or not baseline:
         ratio = None
     if ratio is not None and not math.isfinite(ratio):

@@ -29,14 +29,14 @@ INLINE uint64_t sum_of(int64_t rows, int64_t words, const void* data, int64_t st
     return total;
 }
 
+}  // namespace
+
 FOR_EACH_TARGET(uint64_t sum_clones(int64_t bytes, int64_t rows, int64_t words, const void* data, int64_t stride,
                                     int64_t first, int64_t step) {
     if (bytes == 1) return sum_of<int8_t>(rows, words, data, stride, first, step);
     if (bytes == 2) return sum_of<int16_t>(rows, words, data, stride, first, step);
     return sum_of<int32_t>(rows, words, data, stride, first, step);
 })
-
-}  // namespace
 
 int64_t bit_sum(int64_t bytes, int64_t rows, int64_t words, const void* data, int64_t stride, int64_t first,
                 int64_t step) {

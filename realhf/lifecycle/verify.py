@@ -78,7 +78,7 @@ def verify(request: VerifyRequest, say: Callable[[str], None]) -> Verdict:
         RunError: the steps could not be executed; the text says why.
     """
     directory = RunDirectory.open(request.run_dir)
-    recorded = {int(line["step"]): line for line in read_lines(directory.metrics, step_line).values}
+    recorded = _recorded(directory)
     if request.step not in recorded:
         made = f"1 to {max(recorded)}" if recorded else "none"
         raise UserError(f"--step {request.step}: the run in {directory.path} has recorded {made}; give one of these")
@@ -93,6 +93,11 @@ def verify(request: VerifyRequest, say: Callable[[str], None]) -> Verdict:
     with _removed(again):
         _execute(run, request, directory, again)
         return _compared(request, directory, again, recorded, before)
+
+
+def _recorded(directory: RunDirectory) -> dict[int, dict[str, Any]]:
+    """The lines of `metrics.jsonl`, by step."""
+    return {int(line["step"]): line for line in read_lines(directory.metrics, step_line).values}
 
 
 def _checkpoint_before(directory: RunDirectory, step: int) -> int:
@@ -181,8 +186,13 @@ def _execute(run: Run, request: VerifyRequest, directory: RunDirectory, again: R
     if directory.inputs.exists():
         shutil.copyfile(directory.inputs, again.inputs)
     fill(run, again)
-    with contextlib.suppress(Stopped):
+    try:
         Controller(run, asked, again, launcher, _Until(again, request.step)).carry_out()
+    except Stopped:
+        pass
+    except RunError:  # of a step behind the asked one, some of which begin before the run ends
+        if request.step not in _recorded(again):
+            raise
 
 
 def _link(source: str, target: str) -> None:
@@ -200,7 +210,9 @@ def _compared(
     recorded: dict[int, dict[str, Any]],
     before: int,
 ) -> Verdict:
-    lines = {int(line["step"]): line for line in read_lines(again.metrics, step_line).values}
+    lines = _recorded(again)
+    if request.step not in lines:
+        raise RunError(f"the run that executed the steps once more ended before step {request.step}")
     samples = [_samples(each) for each in (directory, again)]
     found: list[Difference] = []
     largest: Difference | None = None

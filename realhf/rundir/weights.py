@@ -7,7 +7,7 @@ import msgspec
 
 class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A version of a model's parameters. `sums` has by parameter the bit sum of all its elements, modulo 2^64, in
-    hexadecimal digits (`realhf.realloc.execute.checksum.parameter_sums`). Sums of other dtypes cannot be compared."""
+    hexadecimal digits (`realhf.realloc.execute.checksum.ParameterSums`). Sums of other dtypes cannot be compared."""
 
     version: int
     dtype: str

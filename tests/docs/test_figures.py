@@ -28,7 +28,7 @@ class Case(msgspec.Struct, kw_only=True):
     unit: str
     baseline: float | None
     ratio: float | None
-    target: float | None
+    target: float
     holds: bool
 
 

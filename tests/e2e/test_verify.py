@@ -10,21 +10,14 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.cli.verify import told
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.verify import Verdict, VerifyRequest, verify
 from realhf.rundir.lines import read_lines
 from tests.e2e.forked import ForkedLauncher, quickly_finished
 from tests.e2e.runs import ROOT, realhf
+from tests.e2e.test_weights import BOTH, JOB, PIPELINE, SECOND, TENSOR, plan
 
 pytestmark = pytest.mark.distributed
-
-BOTH, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(1, 1))
-TENSOR, PIPELINE = CallPlan(devices=(0, 2), tp=2), CallPlan(devices=(0, 2), pp=2)
-
-
-def plan(generate: CallPlan, reference: CallPlan, train: CallPlan) -> ExecutionPlan:
-    calls = {"actor_generate": generate, "reference_inference": reference, "actor_train_step": train}
-    return ExecutionPlan(num_devices=2, calls=calls, max_steps_in_flight=1)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +26,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verify")
     save_plan(plan(TENSOR, SECOND, BOTH), folder / "plan.json")
     words = ("--plan", folder / "plan.json", "--checkpoint-every", "2")
-    return quickly_finished(folder / "run", "../tests/e2e/weights_job", *words).path
+    return quickly_finished(folder / "run", JOB, *words).path
 
 
 @pytest.fixture
