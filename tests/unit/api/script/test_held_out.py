@@ -8,9 +8,7 @@ import pytest
 from realhf.api import Examples, Policy
 from realhf.api.script.held_out import held_out_sets
 from realhf.base.errors import UserError
-from tests.unit.api.script.test_scripts import data, experiment, some_loss
-
-__all__ = ["data", "experiment"]  # fixtures
+from tests.unit.api.script.scripts import some_loss
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Scripts: the calls that they become, and the line of what is wrong with them."""
+"""Scripts: the calls that they become."""
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,9 +12,7 @@ import pytest
 
 from realhf.api import (
     INFERENCE,
-    Columns,
     Examples,
-    GenerationOptions,
     Pairs,
     Policy,
     Prompts,
@@ -23,63 +20,13 @@ from realhf.api import (
     RewardModel,
     UserError,
     ValueModel,
-    auto,
     loss_function,
     model_method,
-    tensor_function,
 )
 from realhf.api.script.config import SEQUENCES, Generate, Update
 from realhf.data import sort_task
 from realhf.dataflow.graph import DataflowGraph
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hyperparameters(GenerationOptions):
-    max_new_tokens: int = 5
-    clip: float = 0.2
-    epochs: int = 1
-
-
-@tensor_function
-def joined(*columns: Columns) -> dict[str, Any]:
-    return {}
-
-
-@loss_function
-def some_loss(logprob: Any, batch: Any) -> Any:
-    return -logprob
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    sort_task.make_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture
-def experiment(data: Path) -> Any:
-    """Makes the experiment of a script, with a tokenizer, and any file for each of its data."""
-
-    def make(script: Any, **fields: Any) -> Any:
-        made = auto(batch_size=8)(script)
-        kinds = {name: value for name, value in vars(made()).items() if hasattr(value, "DATASET")}
-        files = {name: type(value)(data=str(data / "rows.jsonl")) for name, value in kinds.items()}
-        return made(tokenizer=str(data / "tokenizer.json"), **files, **fields)
-
-    return make
-
-
-def calls(experiment: Any) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """By name the inputs and outputs of the calls, in their order."""
-    return {call.name: (call.input_data, call.output_data) for call in experiment.rpcs}
-
-
-def line_of(text: str) -> str:
-    """FILE:LINE of a piece of this file."""
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.rstrip().endswith(text)]
-    return f"{Path(__file__).name}:{number}: "
+from tests.unit.api.script.scripts import Hyperparameters, calls, held_out, joined, some_loss
 
 
 def test_ppo_becomes_the_six_calls(experiment: Any) -> None:
@@ -296,279 +243,6 @@ def test_the_text_of_a_script_imports_no_torch(data: Path) -> None:
     assert done.returncode == 0
 
 
-# --- What a script cannot do: by test the piece of text that the message points to, and the message.
-
-
-def wrong(experiment: Any, script: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        _ = experiment(script).rpcs
-    return str(caught.value)
-
-
-def test_control_flow_by_data(experiment: Any) -> None:
-    def of_method(prompts: Prompts, actor: Policy, reward: RewardModel, hp: Hyperparameters) -> None:
-        scores = reward.score(actor.generate(prompts, hp))
-        if scores.mean() > 0:  # (1)
-            actor.update(scores, some_loss)
-
-    text = wrong(experiment, of_method)
-    assert line_of("# (1)") in text
-    assert "no column 'mean'; its columns are reward" in text
-
-    def of_column(prompts: Prompts, actor: Policy, reward: RewardModel, hp: Hyperparameters) -> None:
-        scores = reward.score(actor.generate(prompts, hp))
-        if scores.reward > 0:  # (2)
-            actor.update(scores, some_loss)
-
-    text = wrong(experiment, of_column)
-    assert line_of("# (2)") in text
-    assert "a comparison of column 'reward' of reward.score" in text
-    assert "tensor function" in text
-
-
-@pytest.mark.parametrize(
-    ("use", "what"),
-    [
-        (bool, "the truth"),
-        (float, "the number"),
-        (int, "the number"),
-        (len, "the length"),
-        (list, "the iteration"),
-        (lambda x: x[0], "an element"),
-        (lambda x: x + 1, "the arithmetic"),
-        (lambda x: 2 * x, "the arithmetic"),
-        (lambda x: x == x, "a comparison"),
-        (lambda x: "seq" in x, "the content"),
-    ],
-)
-def test_values_are_not_known(experiment: Any, use: Any, what: str) -> None:
-    for name in ("", "seq"):
-
-        def script(prompts: Prompts, actor: Policy, hp: Hyperparameters) -> None:
-            rollout = actor.generate(prompts, hp)
-            use(getattr(rollout, name) if name else rollout)  # noqa: B023
-
-        text = wrong(experiment, script)
-        assert f"{what} of " in text
-        assert Path(__file__).name in text.partition(": ")[0]
-
-
-def test_a_name_that_is_taken(experiment: Any) -> None:
-    def script(prompts: Prompts, actor: Policy, hp: Hyperparameters) -> None:
-        first = actor.generate(prompts, hp)  # (3)
-        second = actor.generate(prompts, hp)  # (4)
-        actor.update(joined(first, second), some_loss)
-
-    text = wrong(experiment, script)
-    assert line_of("# (4)") in text
-    assert f"first at {Path(__file__)}" in text
-    assert "name='second'" in text
-
-
-def test_a_call_after_the_training_of_its_model(experiment: Any) -> None:
-    def script(prompts: Prompts, actor: Policy, hp: Hyperparameters) -> None:
-        actor.update(actor.generate(prompts, hp), some_loss)
-        actor.generate(prompts, hp, name="later")  # (5)
-
-    text = wrong(experiment, script)
-    assert line_of("# (5)") in text
-    assert "actor.generate comes after actor.update" in text
-
-
-def test_what_nobody_uses(experiment: Any) -> None:
-    def idle_model(examples: Examples, policy: Policy, other: Policy) -> None:
-        policy.update(examples, some_loss)
-
-    assert "idle_model: the model 'other' is in no call" in wrong(experiment, idle_model)
-
-    def idle_function(examples: Examples, policy: Policy) -> None:
-        joined(examples)  # (6)
-        policy.update(examples, some_loss)
-
-    text = wrong(experiment, idle_function)
-    assert line_of("# (6)") in text
-    assert "nothing reads the result of joined" in text
-
-    def idle_data(examples: Examples, prompts: Prompts, policy: Policy) -> None:
-        policy.update(examples, some_loss)
-
-    assert "nothing reads the data 'prompts'" in wrong(experiment, idle_data)
-
-    def no_training(prompts: Prompts, actor: Policy, hp: Hyperparameters) -> None:
-        actor.generate(prompts, hp)
-
-    assert "no_training trains no model" in wrong(experiment, no_training)
-
-
-def test_arguments_of_the_wrong_kind(experiment: Any) -> None:
-    def prompts_alone(prompts: Prompts, actor: Policy) -> None:
-        actor.update(prompts, some_loss)  # (7)
-
-    text = wrong(experiment, prompts_alone)
-    assert line_of("# (7)") in text
-    assert "actor.update reads the column 'seq', and the data 'prompts' (of the parameters) has prompt" in text
-
-    def a_model(prompts: Prompts, actor: Policy) -> None:
-        actor.update(actor, some_loss)  # (8)
-
-    assert line_of("# (8)") in wrong(experiment, a_model)
-
-    def no_loss(examples: Examples, policy: Policy) -> None:
-        policy.update(examples, 3)  # (9)
-
-    text = wrong(experiment, no_loss)
-    assert line_of("# (9)") in text
-    assert "needs a loss, and was given a int" in text
-
-    def no_options(prompts: Prompts, actor: Policy) -> None:
-        actor.generate(prompts, 3)  # (10)
-
-    assert "needs GenerationOptions" in wrong(experiment, no_options)
-
-    def columns_in_loss(examples: Examples, policy: Policy) -> None:
-        policy.update(examples, some_loss(examples.tokens))  # (11)
-
-    text = wrong(experiment, columns_in_loss)
-    assert line_of("# (11)") in text
-    assert "reads columns from the batch" in text
-
-
-def test_an_error_in_the_script_has_its_line(experiment: Any) -> None:
-    def script(examples: Examples, policy: Policy) -> None:
-        policy.learn(examples)  # (12)
-
-    text = wrong(experiment, script)
-    assert line_of("# (12)") in text
-    assert "AttributeError" in text
-
-
-def test_a_function_that_is_not_there(experiment: Any) -> None:
-    missing = tensor_function("realhf.algorithms.functional:absent")
-
-    def script(examples: Examples, policy: Policy) -> None:
-        policy.update(missing(examples), some_loss)  # (13)
-
-    text = wrong(experiment, script)
-    assert line_of("# (13)") in text
-    assert "has no function 'absent'" in text
-    nowhere = loss_function("no_such_module:loss")
-
-    def other(examples: Examples, policy: Policy) -> None:
-        policy.update(examples, nowhere)  # (14)
-
-    text = wrong(experiment, other)
-    assert line_of("# (14)") in text
-    assert "no module 'no_such_module'" in text
-
-
-def test_a_function_that_is_not_there_is_reported_where_it_is_used(experiment: Any, tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("helpers", tmp_path / "helpers.py")
-    assert spec
-    assert spec.loader
-    (tmp_path / "helpers.py").write_text(
-        "from realhf.api import *\n"
-        "def train(policy, examples):\n"
-        "    policy.update(examples, loss_function('realhf.algorithms.functional:absent'))\n"
-        "def changed(examples):\n"
-        "    return tensor_function('realhf.algorithms.functional:absent')(examples)\n"
-    )
-    helpers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(helpers)
-
-    def script(examples: Examples, policy: Policy) -> None:
-        helpers.train(policy, examples)
-
-    assert wrong(experiment, script).startswith(f"{tmp_path}/helpers.py:3: 'realhf.algorithms.functional:absent': ")
-
-    def other(examples: Examples, policy: Policy) -> None:
-        policy.update(helpers.changed(examples), some_loss)
-
-    assert wrong(experiment, other).startswith(f"{tmp_path}/helpers.py:5: 'realhf.algorithms.functional:absent': ")
-
-
-@pytest.mark.parametrize(
-    ("annotation", "message"),
-    [("", "has no annotation"), (": int", "has the annotation <class 'int'>"), (": Nothing", "cannot be read")],
-)
-def test_parameters_that_a_script_cannot_have(tmp_path: Path, annotation: str, message: str) -> None:
-    file = tmp_path / "bad.py"
-    file.write_text(
-        "from __future__ import annotations\nfrom realhf.api import *\n\n"
-        f"@auto(batch_size=8)\ndef mine(examples: Examples, model_{annotation}):\n    pass\n"
-    )
-    spec = importlib.util.spec_from_file_location("bad", file)
-    assert spec
-    assert spec.loader
-    with pytest.raises(UserError, match=message):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def test_a_tensor_function_is_a_function_outside_a_script() -> None:
-    assert joined(Columns((0, 1), {"x": [1, 2]})) == {}
-
-
-def test_columns() -> None:
-    columns = Columns((3, 4), {"reward": ["a", "b"]})
-    assert (len(columns), columns.ids, columns.reward, columns.get("valid")) == (2, (3, 4), ["a", "b"], None)
-    assert "reward" in columns
-    with pytest.raises(AttributeError, match="no column 'value'; the columns are reward"):
-        _ = columns.value
-
-
-def test_a_policy_outside_a_script() -> None:
-    with pytest.raises(UserError, match="in a script alone"):
-        Policy().update(Columns((), {}), some_loss)
-
-
-# --- Evaluation.
-
-
-def held_out(experiment: Any, script: Any, data: Path, **fields: Any) -> Any:
-    (data / "held_out.jsonl").write_text('{"prompt": "ab>", "answer": "ab", "chosen": "ab", "rejected": "b"}\n' * 6)
-    return experiment(script, eval_data=(str(data / "held_out.jsonl"),), **fields).evaluation
-
-
-def test_rollouts_are_evaluated_by_their_rewards(experiment: Any, data: Path) -> None:
-    def ppo(prompts: Prompts, actor: Policy, critic: ValueModel, reward: RewardModel, hp: Hyperparameters) -> None:
-        rollout = actor.generate(prompts, hp)
-        batch = joined(rollout, reward.score(rollout), critic.values(rollout))
-        actor.update(batch, some_loss)
-        critic.update(batch, some_loss)
-
-    hp = Hyperparameters(samples_per_prompt=4)
-    found = held_out(experiment, ppo, data, hp=hp, eval_every_steps=5)
-    assert [call.name for call in found.rpcs] == ["actor_generate", "reward_inference"]
-    generate, score = (call.interface_impl for call in found.rpcs)
-    assert (generate.samples_per_prompt, generate.temperature) == (1, 0.0)
-    assert score.statistics == ("reward_mean",)
-    assert (found.batch_size, found.every_steps) == (8, 5), "that of training"
-    drawn = held_out(experiment, ppo, data, hp=hp, eval_temperature=0.7, eval_batch_size=3)
-    assert (drawn.rpcs[0].interface_impl.temperature, drawn.batch_size) == (0.7, 3)
-
-
-def test_an_evaluation_without_rows_or_in_batches_of_none_is_refused(experiment: Any, data: Path) -> None:
-    def sft(examples: Examples, policy: Policy) -> None:
-        policy.update(examples, some_loss)
-
-    with pytest.raises(UserError, match="--eval-every-steps 5 evaluates held-out rows, and there are none; give --eva"):
-        experiment(sft, eval_every_steps=5)
-    with pytest.raises(UserError, match="--eval-batch-size -1 is not from 0"):
-        held_out(experiment, sft, data, eval_batch_size=-1)
-
-
-def test_examples_and_pairs_are_evaluated_by_their_losses(experiment: Any, data: Path) -> None:
-    def sft(examples: Examples, policy: Policy) -> None:
-        policy.update(examples, some_loss)
-
-    (call,) = held_out(experiment, sft, data).rpcs
-    assert (call.name, call.interface_type) == ("policy_inference", INFERENCE)
-
-    def dpo(pairs: Pairs, actor: Policy, reference: Policy) -> None:
-        actor.update(joined(pairs, reference.logprobs(pairs)), some_loss)
-
-    assert [call.name for call in held_out(experiment, dpo, data).rpcs] == ["reference_inference", "actor_inference"]
-
-
 def test_the_loss_of_an_update_is_a_call_of_its_own(experiment: Any, data: Path) -> None:
     """The tensor function gives its statistics in both calls: those of the loss alone have names of their own."""
 
@@ -608,48 +282,6 @@ def test_the_loss_of_an_update_is_a_call_of_its_own(experiment: Any, data: Path)
     assert losses == ["computed", ""]
 
 
-def test_what_compute_loss_refuses(experiment: Any) -> None:
-    def late(examples: Examples, policy: Policy) -> None:
-        policy.update(examples, some_loss)
-        policy.compute_loss(examples, some_loss)  # (20)
-
-    text = wrong(experiment, late)
-    assert line_of("# (20)") in text
-    assert "policy.compute_loss comes after policy.update" in text
-
-    def twice(examples: Examples, policy: Policy) -> None:
-        policy.compute_loss(examples, some_loss)
-        policy.compute_loss(examples, some_loss)  # (21)
-        policy.update(examples, some_loss)
-
-    text = wrong(experiment, twice)
-    assert line_of("# (21)") in text
-    assert "gives statistics that begin with 'computed', and those of policy_inference do too; give one of" in text
-
-    def no_loss(examples: Examples, policy: Policy) -> None:
-        policy.compute_loss(examples, 3)
-
-    assert (
-        "policy.compute_loss needs a loss, and was given a int; mark one with loss_function and call it with its "
-        in (wrong(experiment, no_loss))
-    )
-
-    def no_rollout(prompts: Prompts, actor: Policy) -> None:
-        actor.compute_loss(prompts, some_loss)
-
-    assert "actor.compute_loss reads the column 'seq'" in wrong(experiment, no_rollout)
-
-    def no_columns(examples: Examples, policy: Policy) -> None:
-        policy.compute_loss(policy, some_loss)
-
-    assert "policy.compute_loss reads columns of the step, and was given" in wrong(experiment, no_columns)
-
-    def alone(prompts: Prompts, actor: Policy, hp: Hyperparameters) -> None:
-        actor.compute_loss(joined(actor.generate(prompts, hp)), some_loss)
-
-    assert "trains no model; call update" in wrong(experiment, alone)
-
-
 def test_a_reward_model_scores_every_token(experiment: Any, tmp_path: Path) -> None:
     index = {"format": "x", "architecture": dataclasses.asdict(sort_task.SORT_MODEL.with_head("scalar"))}
     (tmp_path / "index.json").write_text(json.dumps(index))
@@ -669,25 +301,3 @@ def test_a_reward_model_scores_every_token(experiment: Any, tmp_path: Path) -> N
         UserError, match=r"per_token=True is for a reward model, and the reward has .* \(r.py:f\); leave"
     ):
         Reward(functions=("r.py:f",), per_token=True)
-
-
-def test_pairs_are_not_mixed_with_other_rows(experiment: Any, data: Path) -> None:
-    def mixed(pairs: Pairs, texts: Examples, actor: Policy) -> None:
-        actor.update(pairs, some_loss, also=[(texts, some_loss, 0.5)])
-
-    with pytest.raises(
-        UserError, match=r"test_scripts\.py:[0-9]+: actor\.update has several losses, one of them on pairs"
-    ):
-        _ = experiment(mixed).rpcs
-
-
-def test_what_needs_other_data_is_not_evaluated(experiment: Any, data: Path) -> None:
-    def ptx(prompts: Prompts, texts: Examples, actor: Policy, reward: RewardModel, hp: Hyperparameters) -> None:
-        rollout = actor.generate(prompts, hp)
-        batch = joined(rollout, reward.score(rollout))
-        actor.update(batch, some_loss, also=[(texts, some_loss, 0.5)])
-
-    assert [call.name for call in held_out(experiment, ptx, data).rpcs] == ["actor_generate", "reward_inference"]
-    (train,) = (call for call in experiment(ptx).rpcs if call.trains)
-    assert train.input_data == ("prompt", "seq", "logprob", "reward", "tokens", "prompt_length")
-    assert train.interface_impl.sequence_keys == ("seq", "tokens")

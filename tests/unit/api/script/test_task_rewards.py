@@ -13,7 +13,7 @@ from realhf.api import (
     UserError,
     auto,
 )
-from tests.unit.api.script.test_scripts import joined, some_loss
+from tests.unit.api.script.scripts import joined, some_loss
 from tests.unit.data.tokenizers_of_families import write_qwen
 
 GCD, SUMS, CODE = "reasoning-gym:gcd:size=8", "reasoning-gym:chain_sum:size=8", "human-eval"
