@@ -62,7 +62,7 @@ def check_working_directory(saved: RunSpec) -> None:
     if os.getcwd() != saved.working_directory:
         raise UserError(
             f"the run was started in {saved.working_directory}, which its relative paths begin at, and this is "
-            f"{os.getcwd()}; cd {saved.working_directory} and resume it there"
+            f"{os.getcwd()}; cd {saved.working_directory} and give the command there"
         )
 
 
