@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bit_sums.h"
+#include "changes.h"
 #include "decode_layer.h"
 #include "layers.h"
 #include "paged_attention.h"
@@ -112,6 +113,12 @@ PYBIND11_MODULE(_cpu, m) {
         "bit_sum",
         [](int64_t bytes, int64_t rows, int64_t words, uintptr_t data, int64_t stride, int64_t first, int64_t step) {
             return bit_sum(bytes, rows, words, at<void>(data), stride, first, step);
+        },
+        Release());
+    m.def(
+        "encode_changes",
+        [](int64_t bytes, uintptr_t rows, int64_t num_rows, uintptr_t known, int64_t elements, uintptr_t out) {
+            return encode_changes(bytes, at<ElementRows>(rows), num_rows, at<void>(known), elements, at<uint8_t>(out));
         },
         Release());
     py::class_<LayerShape>(m, "LayerShape", py::module_local())

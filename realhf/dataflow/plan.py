@@ -166,6 +166,8 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     offload: models that wait in host memory while no call needs them.
     broadcasts: calls, and nodes of models that follow others, whose parameters come by collectives of process groups;
         all others come by chains of messages (docs/reallocation.md).
+    changes: calls whose copies of the parameters keep their memory, and get only what changed since their last move
+        (docs/reallocation.md).
     staleness: age in steps of the weights that make rollouts, in an experiment that leaves it to the plan
         (`realhf.api.resolved`).
     intervals: how sure the predictions are; in plans that were predicted.
@@ -180,6 +182,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     order: tuple[OrderEntry, ...] = ()
     offload: tuple[str, ...] = ()
     broadcasts: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
     staleness: int = 0
     max_steps_in_flight: int = 2
     predicted_step_s: float | None = None
@@ -256,6 +259,8 @@ def plan_digest(plan: ExecutionPlan) -> str:
     del fields["beside"], fields["intervals"]  # predictions
     if not plan.broadcasts:  # as in checkpoints of runs whose plans know none
         del fields["broadcasts"]
+    if not plan.changes:  # as in checkpoints of runs whose plans know none
+        del fields["changes"]
     if not plan.staleness:  # as in checkpoints of runs whose plans know none
         del fields["staleness"]
     for call in fields["calls"].values():
@@ -369,6 +374,7 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
         problem := problem_of_copies(plan, graph)
         or problem_of_order(plan, graph)
         or _problem_of_broadcasts(plan, graph)
+        or _problem_of_changes(plan, graph)
     ):
         raise UserError(problem)
     check_offload(plan.offload, graph)
@@ -435,6 +441,26 @@ def _problem_of_broadcasts(plan: ExecutionPlan, graph: DataflowGraph) -> str:
     if others := [name for name in plan.broadcasts if name not in moves]:
         which = f"choose from {', '.join(moves)}, or leave it out" if moves else "leave it out"
         return f"broadcasts: {others[0]!r} is no call or model whose parameters come from another layout; {which}"
+    return ""
+
+
+def keeping(plan: ExecutionPlan, graph: DataflowGraph) -> list[str]:
+    """The calls whose copies may keep their memory, to get only what changed: they come from home, beside it, and serve
+    no others."""
+    copies, away = plan.copies, [name for name in moves_of(plan, graph) if name in graph.model_calls]
+    of_others = {*copies, *copies.values(), *(name for name, call in plan.calls.items() if call.compute.in_place)}
+    shared = {(graph.model_calls[name].model_name, plan.layout(name)) for name in of_others}
+    return [name for name in away if (graph.model_calls[name].model_name, plan.layout(name)) not in shared]
+
+
+def _problem_of_changes(plan: ExecutionPlan, graph: DataflowGraph) -> str:
+    calls = keeping(plan, graph)
+    if others := [name for name in plan.changes if name not in calls]:
+        which = f"choose from {', '.join(calls)}, or leave it out" if calls else "leave it out"
+        return (
+            f"changes: {others[0]!r} is no call that takes its parameters from home, not in place and for itself alone; "
+            + which
+        )
     return ""
 
 

@@ -75,6 +75,8 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
     peak_bytes: for each worker the most that models and data took in one of the step's calls, 0 if it had none; in
         `calls`, the peak of the call's fullest worker.
     sent_bytes: in `calls`, by collective of data parallelism, the bytes of the worker that sent most.
+    moved: in `calls`, of a copy that gets only what changed, the bytes that all workers received, those of all values,
+        and the share of the elements that had changed (of parts that came as values, all).
     preemptions: in `calls`, of a generation whose KV cache has a given room, on average of its data-parallel ranks.
     A statistic keeps its name if one call has it; else the model's name stands before it.
     """
@@ -97,6 +99,7 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
             "predicted_s": predictions.get(record.node.call),
             "peak_bytes": max(reply.peak_bytes for reply in record.replies.values()),
             "sent_bytes": _most_sent(reply.sent_bytes for reply in record.replies.values()),
+            **_moved(reply.moved for reply in record.replies.values()),
             **{name: value for name, value in means(record.stats).items() if name == PREEMPTIONS},
         }
         for record in records
@@ -120,6 +123,14 @@ def _most_sent(of_workers: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for sent in of_workers:
         most |= Counter(sent)
     return dict(sorted(most.items()))
+
+
+def _moved(of_workers: Iterable[Mapping[str, int]]) -> dict[str, Any]:
+    moved = sum(map(Counter, of_workers), Counter[str]())
+    if not moved:
+        return {}
+    share = moved["changed"] / moved["elements"]
+    return {"moved": {"bytes": moved["bytes"], "whole_bytes": moved["whole_bytes"], "changed_share": share}}
 
 
 def log_step(metrics: dict[str, Any]) -> None:

@@ -301,6 +301,8 @@ class Reply(Message, frozen=True, kw_only=True):
     # Messages that this worker sent in collectives of data parallelism, by name
     # (`realhf.parallel.collectives.Traffic`).
     sent_bytes: dict[str, Count] = {}
+    # Of the copy that the call used, where it gets only what changed: `realhf.realloc.execute.changes`.
+    moved: dict[str, Count] = {}
 
 
 class CheckpointWritten(Message, frozen=True, kw_only=True):

@@ -237,6 +237,7 @@ class ModelWorker:
             digests=tuple(digests),
             peak_bytes=self._memory.take_peak(),
             sent_bytes=dict(sent.sent_bytes),
+            moved=dict(self._moves.moved.pop((definition.model_name, request.layout), {})),
         )
         if not context.holds_outputs:
             return reply

@@ -1,8 +1,10 @@
 """A worker's part in moves of parameters: copies for calls in another layout, and models that follow others."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +15,7 @@ from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
 from realhf.realloc.execute.carriers import BroadcastCarrier, Carrier, TorchCarrier, carrier_between
+from realhf.realloc.execute.changes import ChangesCarrier, SentParts, whole_move
 from realhf.realloc.execute.checksum import SumsByPeer
 from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.verification import LentParts, VerificationSchedule, verify
@@ -29,7 +32,8 @@ class ParameterMoves:
 
     Between calls a copy has no memory, but the modules on its parameters stay: they are built once. Where a copy
     contains the home's part, the home's parameters have no memory during the call, and readers of the home find them in
-    the copy. Copies that a plan has filled in place (`CallCompute.in_place`) never have memory beside their home.
+    the copy. Copies that a plan has filled in place (`CallCompute.in_place`) never have memory beside their home. Copies
+    that get only what changed (`ExecutionPlan.changes`) keep theirs.
 
     `carry_out` is for one thread (`realhf.worker.move_thread`), the rest for the one that executes calls. Both may use
     one home at the same time: this worker sends from it while a call on a copy of it ends. Nothing else overlaps:
@@ -51,6 +55,11 @@ class ParameterMoves:
         self._lent: dict[str, LentParts] = {}  # by model, where the move into the copy was verified
         # Uses left of each copy that other calls copy from, its own call included.
         self._uses: dict[tuple[str, Layout], int] = {}
+        # What this worker has sent last into each copy that gets only what changed: the same moves count on all ranks.
+        calls = run.experiment.graph.model_calls
+        self._kept = {(calls[call].model_name, run.plan.layout(call)) for call in run.plan.changes}
+        self._sent: dict[tuple[str, Layout], SentParts] = {}
+        self.moved: dict[tuple[str, Layout], Counter[str]] = {}  # of the last move, as `ChangesCarrier.moved`
         self._at_rest = {name: threading.Lock() for name in run.homes}
         # Its own deadline comes after that of a bucket, whose error names the awaited message.
         is_needed = groups.spans_hosts and _moves_anything(run)
@@ -99,7 +108,8 @@ class ParameterMoves:
                 if lent := self._lent.pop(request.model, None):
                     lent.verify(home.residency.held(), rank=self._rank, model_name=request.model)
             self._finish_on_device()  # the other thread's stream may read the home next
-            if copy.residency.where is Where.HERE:  # else its memory went as the home's came
+            is_kept = (request.model, request.layout) in self._kept
+            if copy.residency.where is Where.HERE and not is_kept:  # else its memory went as the home's came
                 copy.residency.free()
 
     def select(self, model: EngineModel, name: str, version: int) -> None:
@@ -146,7 +156,10 @@ class ParameterMoves:
                 target.residency.begin_at_version(move.version)
             boxes = _boxes(source, move.version), _boxes(target)
             part = Reallocation(plan, self._rank, *boxes, carrier, name, self._timeout_s)
-            execute(part)
+            if (name, layout) in self._kept:
+                self._send_changes(part, (name, layout))
+            else:
+                execute(part)
             if is_verified:
                 verify(part)
             self._finish_on_device()
@@ -156,6 +169,20 @@ class ParameterMoves:
                 self._uses[name, layout] = 1 + len(takers)
             elif home is not None and target is not None and not in_place:
                 self._lend(name, home.residency, target.residency, is_verified=is_verified)
+
+    def _send_changes(self, part: Reallocation, copy: tuple[str, Layout]) -> None:
+        """Executes a move into a copy that keeps its memory: all values, if those before came by another plan or none
+        did, and then what changed since the last move, however many versions ago that was."""
+        sent = self._sent.get(copy)
+        if sent is None or sent.plan is not part.plan:
+            execute(part)
+            self._sent[copy] = SentParts(part.plan, self._rank, part.source)
+            self.moved[copy] = whole_move(part.plan, self._rank)
+            return
+        label = f"reallocation of {part.model_name}, sizes of what changed: rank {self._rank}"
+        carrier = ChangesCarrier(part.carrier, sent, label, part.timeout_s)
+        execute(replace(part, carrier=carrier))
+        self.moved[copy] = carrier.moved
 
     def _lend(self, name: str, home: Residency, copy: Residency, *, is_verified: bool, in_place: bool = False) -> None:
         """Lends the home to a copy; where the move is verified, it is noted for when the home is taken back."""
