@@ -4,6 +4,7 @@ beside the profiles that predicted them, for the plans of later runs."""
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from realhf.api.computation import check_given
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.master.drift import WARM_UP, WINDOW, call_factors
+from realhf.master.drift import WARM_UP, WINDOW, call_factors, changed_shares
 from realhf.planning.explain.comparison import describe, explain
 from realhf.planning.here import divided, hardware_here
 from realhf.planning.model.cluster import Cluster
@@ -38,11 +39,13 @@ FEWEST_STEPS = 3
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search with measured times.
 
-    `factors`: by call, measured seconds over those predicted without factors. `step_s`: a step as measured. `present_s`
+    `factors`: by call, measured seconds over those predicted without factors. `changed_shares`: by model, of the bytes
+    of copies that get only what changed. `step_s`: a step as measured. `present_s`
     and `other_s`: predictions of a step with the factors, under the present plan and under `plan`.
     """
 
     factors: dict[str, float]
+    changed_shares: dict[str, float] = {}
     step_s: float
     present_s: float
     other_s: float
@@ -77,12 +80,15 @@ def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
     if not measured:
         raise UserError(f"{directory.metrics} has no times beside predictions yet; let the run make some steps")
     factors = {name: run.spec.call_factors.get(name, 1.0) * factor for name, factor in measured.items()}
-    task = planned_task(run, factors)
+    models = {name: call.model_name for name, call in run.experiment.graph.model_calls.items()}
+    shares = {**run.spec.changed_shares, **changed_shares(lines, models)}
+    task = planned_task(run, factors, shares)
     check_given(run.plan, run.experiment, task.graph, task.batch_size, task.cluster.num_devices)
     present = predict(task, run.plan)
     result = search_for(task, or_default(budget))
     return Proposal(
         factors=factors,
+        changed_shares=shares,
         step_s=statistics.median(line["time_s"] for line in lines),
         present_s=present.step_s,
         other_s=result.prediction.step_s,
@@ -95,13 +101,20 @@ def or_default(budget: SearchBudget) -> SearchBudget:
     return SearchBudget(evaluations=EVALUATIONS) if budget == SearchBudget() else budget
 
 
-def planned_task(run: Run, factors: dict[str, float], *, ignores_runs: bool = False) -> PlanningTask:
-    """The planning of a run on the devices that it has, its calls' times scaled; with what finished runs measured, if
+def planned_task(
+    run: Run, factors: dict[str, float], shares: Mapping[str, float] | None = None, *, ignores_runs: bool = False
+) -> PlanningTask:
+    """The planning of a run on the devices that it has, its calls' times scaled; with the
+    `shares` of copies that change (None: those that it was planned with); with what finished runs measured, if
     the run was planned so, unless `ignores_runs`."""
     hardware = run.spec.hardware or divided(hardware_here(), run.spec.num_workers)
     per_node = run.spec.devices_per_node
     cluster = Cluster(num_nodes=run.spec.num_workers // per_node, devices_per_node=per_node, hardware=hardware)
-    measured = Measured(call_factors=factors, ignores_runs=ignores_runs or run.spec.ignores_runs)
+    measured = Measured(
+        call_factors=factors,
+        changed_shares=run.spec.changed_shares if shares is None else shares,
+        ignores_runs=ignores_runs or run.spec.ignores_runs,
+    )
     request = PlanRequest(
         offload=run.plan.offload, saves=run.spec.saves, staleness=run.plan.staleness, measured=measured
     )

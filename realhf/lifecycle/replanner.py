@@ -63,7 +63,8 @@ class Replanner:
     def next_run(self) -> Run:
         """The run under the plan that the master was asked to end for."""
         assert self._proposal is not None, "the master was not asked to end"
-        return self._run.changed(self._proposal.plan, call_factors=self._proposal.factors)
+        found = self._proposal
+        return self._run.changed(found.plan, call_factors=found.factors, changed_shares=found.changed_shares)
 
     def _search_ended(self, returncode: int) -> str:
         """The result of a search in words. Asks for the change if it pays."""

@@ -165,7 +165,9 @@ class RunRequest:
         request = replace(self.plan, devices=devices, saves=saves)
         if saved is None:
             return request
-        return replace(request, measured=Measured(call_factors=saved.call_factors, ignores_runs=saved.ignores_runs))
+        shares, ignores_runs = saved.changed_shares, saved.ignores_runs
+        measured = Measured(call_factors=saved.call_factors, changed_shares=shares, ignores_runs=ignores_runs)
+        return replace(request, measured=measured)
 
 
 def default_run_directory(experiment: str) -> Path:

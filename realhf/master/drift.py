@@ -29,6 +29,21 @@ def call_factors(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in ratios.items()}
 
 
+def changed_shares(lines: Sequence[Mapping[str, Any]], models: Mapping[str, str]) -> dict[str, float]:
+    """By model the part of the bytes of its copies that was sent, where only what changed is: the median over steps.
+
+    Args:
+        lines: as `call_factors`.
+        models: by call, its model.
+    """
+    shares: dict[str, list[float]] = {}
+    for line in lines:
+        for name, call in line["calls"].items():
+            if (moved := call.get("moved")) and moved["whole_bytes"]:
+                shares.setdefault(models[name], []).append(moved["bytes"] / moved["whole_bytes"])
+    return {model: min(statistics.median(values), 1.0) for model, values in shares.items()}
+
+
 class DriftWatch:
     """Reports each call once when its time has drifted from the prediction, as the steps of a run end.
 

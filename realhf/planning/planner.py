@@ -112,7 +112,7 @@ def task_of(
         batch_size=batch_size,
         workload=workload_of(graph, lengths, what_if.new_tokens, what_if.responses),
         cluster=cluster,
-        costs=replace(costs, call_factors=measured.call_factors),
+        costs=replace(costs, call_factors=measured.call_factors, changed_shares=measured.changed_shares),
         dtype=dtype,
         offload=offload or (),
         may_offload=offload is None,
@@ -121,6 +121,7 @@ def task_of(
         seed=experiment.seed,
         evaluations=settings.search_evaluations,
         moved_by=request.moved_by,
+        send_changes=request.send_changes,
     )
     first, *more_stale = (
         task(

@@ -78,7 +78,12 @@ def problem_of(task: PlanningTask, plan: ExecutionPlan) -> Problem:
     options = {name: [option_of(call)] for name, call in plan.calls.items()}
     within = task.varied(offload=plan.offload, max_steps_in_flight=plan.max_steps_in_flight)
     return build_problem(
-        within, options, reallocations=Reallocation.table, copies=plan.copies, broadcasts=plan.broadcasts
+        within,
+        options,
+        reallocations=Reallocation.table,
+        copies=plan.copies,
+        broadcasts=plan.broadcasts,
+        changes=plan.changes,
     )
 
 

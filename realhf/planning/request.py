@@ -16,6 +16,7 @@ from realhf.planning.model.hardware import Hardware
 EVALUATIONS = (1, 10**12)
 SECONDS = (0.01, 10**7)
 MoveChoice = Literal["auto", "chains", "broadcasts"]
+ChangesChoice = Literal["auto", "on", "off"]
 SEEDS = (0, 2**63 - 1)  # least and largest seed of a search
 
 # What planning says while it goes on: the phase that has begun, or goes on, and what is known of it by now ("" if
@@ -93,12 +94,13 @@ class Measured:
     """The measured costs of this machine.
 
     profiles: the folder of profiles (None: that of all of them). call_factors: by name what a run's calls took over
-    what was predicted; they scale all predictions. ignores_runs: what finished runs have left beside the profiles is
+    what was predicted; they scale all predictions. changed_shares: by model, see `Costs`. ignores_runs: what finished runs have left beside the profiles is
     not read.
     """
 
     profiles: Path | None = None
     call_factors: Mapping[str, float] = field(default_factory=dict)
+    changed_shares: Mapping[str, float] = field(default_factory=dict)
     HEADING = "plan"
 
     ignores_runs: Annotated[
@@ -141,6 +143,10 @@ class PlanRequest(Options):
         MoveChoice,
         Option("move parameters by chains of messages or by broadcasts in process groups (auto: as is faster)"),
     ] = "auto"
+    send_changes: Annotated[
+        ChangesChoice,
+        Option("keep copies of parameters, and send only what changed (auto: between nodes of CPUs with slow links)"),
+    ] = "auto"
     measured: Measured = field(default_factory=Measured)
 
     def __post_init__(self) -> None:
@@ -155,6 +161,9 @@ class PlanRequest(Options):
         if self.moved_by != "auto" and (self.plan or self.rule):
             remedy = "write the calls into `broadcasts` of its file" if self.plan else "leave it out"
             raise UserError(f"--moved-by {self.moved_by} is for the search of a plan; {remedy}")
+        if self.send_changes != "auto" and (self.plan or self.rule):
+            remedy = "write the calls into `changes` of its file" if self.plan else "leave it out"
+            raise UserError(f"--send-changes {self.send_changes} is for the search of a plan; {remedy}")
         if self.rule and self.plan:
             raise UserError(f"--rule {self.rule} and --plan {self.plan} are both plans: give one of them")
 

@@ -16,7 +16,7 @@ from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh
-from realhf.planning.carriers import with_best_carriers
+from realhf.planning.carriers import with_best_carriers, with_changes
 from realhf.planning.certificate import Certificate
 from realhf.planning.copies import with_best_copies
 from realhf.planning.dominance import Dominance, worthwhile
@@ -214,7 +214,7 @@ def _best_of(task: PlanningTask, sets: _Sets) -> SearchResult:
     best = _fastest(sets.results)
     in_flight = _with_best_steps(task, best.prediction)
     from_home = with_room_left(task, in_flight)
-    prediction = with_best_carriers(task, with_best_copies(task, from_home))
+    prediction = with_changes(task, with_best_carriers(task, with_best_copies(task, from_home)))
     return replace(
         best,
         prediction=prediction if prediction is in_flight else _noted(prediction),

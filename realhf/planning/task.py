@@ -15,7 +15,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.mode_choice import sharded_text
 from realhf.planning.model.timings import Costs
 from realhf.planning.model.workload import Workload
-from realhf.planning.request import MoveChoice
+from realhf.planning.request import ChangesChoice, MoveChoice
 
 # Which ways to run a call in one (dp, tp, pp) are searched: as the experiment has it set up; also how it computes; also
 # chunks of pipelines, optimizer states in host memory, modes of operators, and smaller KV caches.
@@ -34,7 +34,7 @@ class PlanningTask:
     `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.resolved`). `more_stale`:
     the same task with more of it: a search may choose one of them. `seed` and `evaluations`: the experiment's, for a
     search whose budget names no number of plans (None: one that grows with the problem). `moved_by`: how
-    parameters move (auto: as is faster). `like`: a task of the same calls; what either computes of them, both know.
+    parameters move (auto: as is faster). `send_changes`: whether only what changed of them does. `like`: a task of the same calls; what either computes of them, both know.
     """
 
     graph: DataflowGraph
@@ -55,6 +55,7 @@ class PlanningTask:
     seed: int = 0
     evaluations: int | None = None
     moved_by: MoveChoice = "auto"
+    send_changes: ChangesChoice = "auto"
     like: InitVar["PlanningTask | None"] = None
     _like: "PlanningTask | None" = field(init=False, repr=False, compare=False)
 

@@ -21,11 +21,17 @@ Time = Annotated[float, Meta(ge=0, le=1e11)]  # since the epoch
 Bytes = Annotated[int, Meta(ge=0, le=2**62)]
 
 
+class _Moved(msgspec.Struct):
+    bytes: Bytes
+    whole_bytes: Bytes
+
+
 class _Call(msgspec.Struct):
     start: Time
     end: Time
     seconds: Seconds
     predicted_s: Seconds | None
+    moved: _Moved | None = None
 
 
 class _Step(msgspec.Struct):

@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.geometry.parameters import parameter_count
 from realhf.rundir import checkpoints
 from realhf.rundir.checkpoints import STATE_FILE, RunState, step_folder
 from tests.e2e.forked import quickly_failed, quickly_finished
 from tests.e2e.runs import FinishedRun, realhf
+from tests.e2e.weights_job import TINY
 
 pytestmark = pytest.mark.distributed
 
@@ -90,6 +92,41 @@ def test_a_fault_ends_the_run_with_call_version_parameter_and_worker(tmp_path: P
     every = "1" if "reference" in fault else "0"  # what nothing writes is summed up again only as often as that says
     text = quickly_failed(tmp_path / "run", JOB, *given, "--verify-reallocations-every", every)
     assert said in text
+
+
+# The actor is copied from device 0 to device 1.
+AWAY = plan(SECOND, SECOND, CallPlan(devices=(0, 1)))
+SLOW = ("--lr", "1e-7", "--dtype", "bfloat16")
+
+
+def test_only_what_changed_is_sent_and_the_weights_are_the_same(tmp_path: Path) -> None:
+    """Learning rates as of RL in bfloat16: few roundings change. The metrics have the bytes of every move."""
+    small = (*SLOW, "--verify-reallocations-every", "1")
+    whole = quickly_finished(tmp_path / "whole", JOB, *words(tmp_path / "a", AWAY), *small)
+    changes = msgspec.structs.replace(AWAY, changes=("actor_generate",))
+    run = quickly_finished(tmp_path / "run", JOB, *words(tmp_path / "b", changes), *small)
+    assert digests(run, "actor_generate") == digests(whole, "actor_generate")
+    assert len(set(digests(run, "actor_generate"))) == 4, "every step makes others"
+    first, *others = (line["calls"]["actor_generate"]["moved"] for line in run.metrics)
+    assert first["bytes"] == first["whole_bytes"] == 2 * parameter_count(TINY)
+    assert first["changed_share"] == 1
+    for moved in others:
+        assert moved["whole_bytes"] == first["whole_bytes"]
+        assert 0 < moved["bytes"] < 0.05 * first["whole_bytes"]
+        assert 0 < moved["changed_share"] < 0.02
+    assert all("moved" not in line["calls"]["actor_generate"] for line in whole.metrics)
+    assert all("moved" not in line["calls"]["actor_train_step"] for line in run.metrics)
+
+
+def test_a_wrong_change_ends_the_run(tmp_path: Path) -> None:
+    """Also where the move is not verified: the copy's weights are compared with those that training made."""
+    changes = msgspec.structs.replace(AWAY, changes=("actor_generate",))
+    given = [*words(tmp_path, changes), *SLOW, "--fault", "wrong change", "--verify-reallocations-every", "0"]
+    text = quickly_failed(tmp_path / "run", JOB, *given)
+    assert (
+        "actor_generate of step 2 has other values of actor than version 1 has, which the result of actor_train_step of "
+        "step 1 had: in " in text
+    )
 
 
 def _with_other_sum(path: Path, model: str) -> None:

@@ -17,11 +17,12 @@ from realhf.api import (
     Update,
     auto,
 )
+from realhf.architecture.model import DType
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 
 TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4)
-Fault = Literal["", "bit in a copy", "move left out", "bit of one rank", "bit of the reference"]
+Fault = Literal["", "bit in a copy", "move left out", "wrong change", "bit of one rank", "bit of the reference"]
 AT_STEP = 1  # counted from 0
 
 
@@ -45,6 +46,8 @@ class FaultyLogprobs(Logprobs):
 @dataclass(frozen=True, kw_only=True)
 class WeightsJob:
     fault: Fault = ""
+    lr: float = 1e-2
+    dtype: DType = "float32"
     seed: int = 0
     steps: int = 4
     data_dir: str = "runs/data"
@@ -79,7 +82,7 @@ class WeightsJob:
 
     @property
     def models(self) -> dict[str, ModelSetup]:
-        return {"actor": ModelSetup(optimizer=OptimizerConfig(lr=1e-2)), "reference": ModelSetup()}
+        return {"actor": ModelSetup(optimizer=OptimizerConfig(lr=self.lr), dtype=self.dtype), "reference": ModelSetup(dtype=self.dtype)}
 
     @property
     def dataset(self) -> PromptDataset:

@@ -10,6 +10,7 @@ from realhf.algorithms.script.rollouts import LogprobsInterface
 from realhf.algorithms.script.update import UpdateInterface
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
+from realhf.realloc.execute import changes
 from realhf.realloc.execute.executor import Reallocation
 from realhf.worker import parameter_moves
 
@@ -22,6 +23,8 @@ class FaultySFTInterface(UpdateInterface):
         self._fault = config.fault
         if config.fault in ("bit in a copy", "move left out"):
             self._break_moves()
+        if config.fault == "wrong change":
+            self._break_changes()
 
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
         result = super().train_step(model, mini_batches, context)
@@ -46,6 +49,19 @@ class FaultySFTInterface(UpdateInterface):
             return result
 
         parameter_moves.execute = execute  # type: ignore[assignment]
+
+
+    def _break_changes(self) -> None:
+        """The last value that is sent of what changed in each part is another one."""
+        rightly = changes.encode
+
+        def encode(values: torch.Tensor, known: torch.Tensor) -> torch.Tensor | None:
+            text = rightly(values, known)
+            if text is not None and text.numel():
+                text.view(torch.uint8)[-1] ^= 1
+            return text
+
+        changes.encode = encode
 
 
 class FaultyLogprobsInterface(LogprobsInterface):

@@ -203,6 +203,15 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return self.inter_node_latency_s + size_bytes / bandwidth
         return self.intra_node_latency_s + size_bytes / self.intra_node_bandwidth
 
+    def sending(self, share: float) -> "Hardware":
+        """With links between nodes over which messages carry a `share` of their bytes, as fast as all can be compared
+        with what was sent before, which is read too."""
+        if share >= 1:
+            return self
+        all_s, compared = self.send_bandwidth, self.memory_bandwidth / 2
+        bandwidth = max(all_s, min(all_s / max(share, 1e-6), compared))
+        return msgspec.structs.replace(self, inter_node_send_bandwidth=bandwidth, inter_node_shared_bandwidth=None)
+
     def broadcast_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool) -> float:
         """A pipeline over all members: a ring of n - 1 hops (NCCL), or a tree whose pieces follow one another (gloo).
 

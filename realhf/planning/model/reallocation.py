@@ -53,6 +53,13 @@ class Reallocation:
         sent = (min(total, model_sizes(self.model).total) if self.forwarding else total) / source.size
         return self.links.send_s(max(worst, sent) * self.item, crosses_nodes=crosses_nodes)
 
+    def comparing_s(self, source: Placement, target: Layout) -> float:
+        """Seconds in which the devices of the source compare what they send with what they sent before: each reads an
+        equal share of both. Meanwhile the first of it is on its way."""
+        _, total = moved_elements(self.model, source, target)
+        compared = min(total, model_sizes(self.model).total) / source.layout.mesh.size
+        return 2 * compared * self.item / self.links.memory_bandwidth
+
     def by_broadcasts(self, source: Placement, target: Layout) -> ReallocationPlan:
         """The same move by broadcasts; planned once for each pair."""
         per_node = self.cluster.devices_per_node

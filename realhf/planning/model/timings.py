@@ -346,8 +346,8 @@ class Costs:
     """The knowledge of the cost model.
 
     `of_models`: the features that the setups of single models choose, by name. `call_factors`: a call's measured over
-    its predicted seconds, by name; they scale all options of the call. `seen`: finished runs with calls of a
-    model.
+    its predicted seconds, by name; they scale all options of the call. `changed_shares`: by model the measured part of
+    the bytes that a copy gets of which only what changed is sent. `seen`: finished runs with calls of a model.
     """
 
     hardware: Hardware
@@ -355,6 +355,7 @@ class Costs:
     features: EngineFeatures = ENGINE
     of_models: Mapping[str, EngineFeatures] = field(default_factory=dict)
     call_factors: Mapping[str, float] = field(default_factory=dict)
+    changed_shares: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[DecoderConfig, tuple[RunTimes, ...]] = field(default_factory=dict)
 
     def features_of(self, model_name: str) -> EngineFeatures:

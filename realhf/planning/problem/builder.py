@@ -30,6 +30,7 @@ def build_problem(
     groups: bool = False,
     copies: Mapping[str, str] | None = None,
     broadcasts: Collection[str] = (),
+    changes: Collection[str] = (),
 ) -> Problem:
     """The tables for a choice among `options` of every call.
 
@@ -50,11 +51,12 @@ def build_problem(
 
     `copies` has the source of each call that takes its copy from another call's (`realhf.dataflow.copies`); the calls
     have one option each then. So they have with `broadcasts`: the moves of these calls, and of these models' following,
-    are collectives (`realhf.planning.carriers`).
+    are collectives (`realhf.planning.carriers`). The copies of the calls `changes` keep their memory, and so do their
+    homes the values that they have sent.
     """
     if copies:
         task = replace(task, graph=with_copies(task.graph, copies))
-    numbers, graph = Numbering(task, options, groups, copies or {}, broadcasts), task.graph
+    numbers, graph = Numbering(task, options, groups, copies or {}, broadcasts, changes), task.graph
     rows, parameters = OptionRows(numbers), ParameterTransfers(numbers, reallocations)
     host_copies, loads = parameters.host_copies()
     transfers = [beside_table(numbers, call) for call in graph.beside.values()]
@@ -80,7 +82,11 @@ def build_problem(
         transfers=transfers,
         communicator_bytes=task.costs.hardware.communicator_bytes,
         sending_bytes=_sending_bytes(task, has_broadcasts=bool(broadcasts)),
-        kept=[_kept(numbers, source) for source in dict.fromkeys(numbers.copies.values())],
+        kept=[
+            *(_kept(numbers, source) for source in dict.fromkeys(numbers.copies.values())),
+            *(_kept_beside_all(numbers, name, but={name}) for name in changes),
+            *(_kept_beside_all(numbers, home) for home in dict.fromkeys(task.homes[name] for name in changes)),
+        ],
     )
 
 
@@ -105,6 +111,17 @@ def _kept(numbers: Numbering, source: str) -> KeptCopy:
         takers=takers_of(copies, source),
         beside=[name for name in task.graph.model_calls if name in beside],
         size_bytes=float(task.call_models[source].placed(option.layout.strategy).parameter_bytes()),
+    )
+
+
+def _kept_beside_all(numbers: Numbering, name: str, but: Collection[str] = ()) -> KeptCopy:
+    """The copy of a call, or as much as its part of the home, on its devices during all calls that are not in `but`."""
+    (option,), call = numbers.options[name], numbers.task.call_models[name].under(numbers.options[name][0].compute)
+    return KeptCopy(
+        source=name,
+        takers=[],
+        beside=[other for other in numbers.task.graph.model_calls if other not in but],
+        size_bytes=float(call.placed(option.layout.strategy).parameter_bytes()),
     )
 
 

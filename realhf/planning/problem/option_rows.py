@@ -31,13 +31,14 @@ Numbered = tuple[list[K], list[int]]  # distinct values, and for every option th
 
 @dataclass(frozen=True)
 class Numbering:
-    """Of a task and options of its calls. groups, copies, broadcasts: see `build_problem`."""
+    """Of a task and options of its calls. groups, copies, broadcasts, changes: see `build_problem`."""
 
     task: PlanningTask
     options: Mapping[str, Sequence[Option]]
     groups: bool
     copies: Mapping[str, str] = field(default_factory=dict)
     broadcasts: Collection[str] = ()
+    changes: Collection[str] = ()
 
     @cached_property
     def kept(self) -> set[str]:
@@ -75,9 +76,14 @@ class Numbering:
         return [(edge.parent, edge.steps_back) for edge in self.task.graph.parents(node)]
 
     def move(self, target: str, *, forwarding: bool = True) -> Reallocation:
-        """The move of the parameters of a call's model."""
-        task, model = self.task, self.task.graph.model_calls[target].config
-        return Reallocation(model, DTYPE_BYTES[task.dtype], task.cluster, task.costs.timings[model].links, forwarding)
+        """The move of the parameters of a call's model. A search counts with the measured share of them that changes,
+        where a plan may send it alone (`realhf.planning.carriers`)."""
+        task, call = self.task, self.task.graph.model_calls[target]
+        links = task.costs.timings[call.config].links
+        share = task.costs.changed_shares.get(call.model_name, 1.0)
+        if self.groups and forwarding and task.send_changes != "off" and not links.is_gpu:
+            links = links.sending(share)
+        return Reallocation(call.config, DTYPE_BYTES[task.dtype], task.cluster, links, forwarding)
 
     def calls_of_move(self, name: str) -> tuple[str, str]:
         """From the home or the copy of one call to another: the parameters of call `name`, or of a model that follows

@@ -108,6 +108,10 @@ class ParameterTransfers:
             seconds, takes_groups = [move.broadcasts_s(*self._numbers.ends(source, target))], False
         else:
             seconds = self._seconds_of(move, sources, targets)
+        if target in self._numbers.changes and source == task.homes[target]:
+            share = task.costs.changed_shares.get(calls[target].model_name, 1.0)
+            least = move.comparing_s(*self._numbers.ends(source, target))
+            seconds, takes_groups = [max(share * each, least) for each in cast(list[float], seconds)], False
         for place, grouped_s in grouped_reallocations(move, sources, targets) if takes_groups else ():
             seconds[place] = grouped_s
         return TransferTable(

@@ -63,7 +63,8 @@ def test_numbers_have_bounds(request_type: Any, fixed: dict[str, Any], field: st
 def test_requests_that_say_nothing() -> None:
     assert vars(PlanRequest()) == {
         "devices": DevicesRequest(), "plan": None, "rule": None, "budget": SearchBudget(), "offload": None,
-        "saves": False, "staleness_up_to": 0, "staleness": None, "moved_by": "auto", "measured": Measured(),
+        "saves": False, "staleness_up_to": 0, "staleness": None, "moved_by": "auto", "send_changes": "auto",
+            "measured": Measured(),
     }  # fmt: skip
     assert vars(DevicesRequest()) == {
         "num_workers": None, "nodes": 1, "gpus_per_node": None, "hardware": None, "memory_gb": None, "place": None,
