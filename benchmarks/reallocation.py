@@ -13,6 +13,10 @@ chains stand, of the same bytes and in the same processes:
 *chosen* is the carrier that the planner takes by its prices, with the constants of `cpu`: those of messages between the
 workers of a host stand for gloo's, too, which goes over the loopback here.
 
+*changes* has the same pairs in bfloat16, of 72 MB in four processes over gloo, where only what changed is sent: the
+part of the bytes, and byte for byte what all values are. The last case is such a move of a model of 135 M parameters
+over a link of 200 Mbit/s between two networks of their own, which needs root.
+
 All memory was touched before; a time is the median over the repetitions, from barrier to barrier, the ways in turns;
 raw and gather have the first four turns. `--quick` moves 144 MB in four processes, once.
 """
@@ -33,6 +37,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 from lib.common import argument_parser, case, finish
+from lib.reallocation_changes import APART, SLOW, SMALL_LM, Changed, Pair, can_link, moved
 from lib.reallocation_rivals import RawMessages, gather_and_slice
 from msgspec import structs
 from torch import Tensor
@@ -61,6 +66,8 @@ MEASURES = (
     "realhf/realloc",
     "realhf/worker/allocator.py",
     "csrc/host",
+    "csrc/kernels/changes.cpp",
+    "benchmarks/lib/reallocation_changes.py",
     "benchmarks/lib/reallocation_rivals.py",
 )
 MODELS = {
@@ -80,6 +87,9 @@ RIVAL_TURNS = 4  # of raw messages and of gather, which takes long
 FASTER = 1.1  # the chosen carrier takes at most this much of the faster one's time,
 LEAST_CHOSEN = 44 / 48  # in this part of all cases
 DEADLINE_S = 160.0
+MOST_CHANGES = 0.03  # of the bytes of all values, where what changed is sent
+LEAST_FASTER = 10.0  # over the slow link,
+SLOW_REPETITIONS = 3  # where all values take 11 s
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,33 @@ def main() -> None:
     rows.append(case(f"chosen carrier at most {FASTER:g} x the faster one's time", well_chosen, "cases",
                      baseline=len(all_found), ratio=well_chosen / len(all_found), target=LEAST_CHOSEN,
                      holds=well_chosen >= least))  # fmt: skip
+    rows += change_cases(arguments.pair, arguments.repetitions)
     finish("reallocation", rows, arguments.json)
+
+
+def change_cases(only: str | None, repetitions: int) -> Iterator[dict]:
+    """Moves of what changed: the part of the bytes on all pairs, or one; the time over a slow link."""
+    pairs = [Pair(name, MODELS["144MB"], ends, repetitions) for name, ends in layout_pairs(4).items()]
+    for found in moved([pair for pair in pairs if only in (None, pair.name)], 4):
+        yield _of_bytes(f"changes: {found.pair}", found)
+    if not can_link():
+        print("changes: a slow link needs root and iproute2; left out", file=sys.stderr)
+        return
+    [found] = moved([Pair(f"135M apart, {SLOW}", SMALL_LM, APART, SLOW_REPETITIONS)], 2, SLOW)
+    yield _of_bytes(f"changes: {found.pair}", found)
+    ratio = found.whole_s / found.changes_s
+    yield case(f"changes: {found.pair}: beside all values", found.changes_s, "s", baseline=found.whole_s, ratio=ratio,
+               target=LEAST_FASTER, holds=ratio >= LEAST_FASTER)  # fmt: skip
+
+
+def _of_bytes(name: str, found: Changed) -> dict:
+    return {
+        **case(f"{name}: bytes", found.bytes / 1e6, "MB", baseline=found.whole_bytes / 1e6,
+               ratio=found.bytes / found.whole_bytes, target=MOST_CHANGES,
+               holds=found.bytes <= MOST_CHANGES * found.whole_bytes),
+        "seconds": found.changes_s,
+        "whole_seconds": found.whole_s,
+    }  # fmt: skip
 
 
 def cases(model: str, processes: int, measured: Measured) -> Iterator[dict]:

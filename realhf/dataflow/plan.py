@@ -458,8 +458,8 @@ def _problem_of_changes(plan: ExecutionPlan, graph: DataflowGraph) -> str:
     if others := [name for name in plan.changes if name not in calls]:
         which = f"choose from {', '.join(calls)}, or leave it out" if calls else "leave it out"
         return (
-            f"changes: {others[0]!r} is no call that takes its parameters from home, not in place and for itself alone; "
-            + which
+            f"changes: {others[0]!r} is no call that takes its parameters from home, not in place and for itself "
+            f"alone; {which}"
         )
     return ""
 

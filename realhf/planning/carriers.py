@@ -1,5 +1,5 @@
-"""How the parameters of a found plan move: by chains of messages, or by broadcasts in process groups; all of them, or only
-what changed.
+"""How the parameters of a found plan move: by chains of messages, or by broadcasts in process groups; all of them, or
+only what changed.
 
 A search counts with chains. Then each move takes broadcasts where these are predicted to be faster and the memory of
 their process groups is there. Then copies keep their memory, and get only what changed, where links are slow and the

@@ -94,8 +94,8 @@ class Measured:
     """The measured costs of this machine.
 
     profiles: the folder of profiles (None: that of all of them). call_factors: by name what a run's calls took over
-    what was predicted; they scale all predictions. changed_shares: by model, see `Costs`. ignores_runs: what finished runs have left beside the profiles is
-    not read.
+    what was predicted; they scale all predictions. changed_shares: by model, see `Costs`. ignores_runs: what finished
+    runs have left beside the profiles is not read.
     """
 
     profiles: Path | None = None

@@ -34,7 +34,8 @@ class PlanningTask:
     `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.resolved`). `more_stale`:
     the same task with more of it: a search may choose one of them. `seed` and `evaluations`: the experiment's, for a
     search whose budget names no number of plans (None: one that grows with the problem). `moved_by`: how
-    parameters move (auto: as is faster). `send_changes`: whether only what changed of them does. `like`: a task of the same calls; what either computes of them, both know.
+    parameters move (auto: as is faster). `send_changes`: whether only what changed of them does. `like`: a task of the
+    same calls; what either computes of them, both know.
     """
 
     graph: DataflowGraph

@@ -81,9 +81,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     The best checkpoint by `keep_best` is kept as `checkpoints.retain` says. The run goes on from the checkpoint after
     `resume_step` steps. `avoided` are devices of this machine or nodes of a cluster that the run does without, after
     failures there. `call_factors` are the measured over the predicted times of calls, where the plan was made with
-    them; `changed_shares`: so of the bytes of copies that get only what changed, by model; `ignores_runs`: it was made without the measurements of finished runs. Deadlines: see `Deadlines`. The
-    master listens on `master_address`, else on that of `network_interface`, else of its host's name. `hardware` is
-    that of the plan; planning again is for the same, and workers check that they are on it.
+    them, and `changed_shares` by model the measured part of the bytes of copies that get only what changed;
+    `ignores_runs`: it was made without the measurements of finished runs. Deadlines: see `Deadlines`. The master
+    listens on `master_address`, else on that of `network_interface`, else of its host's name. `hardware` is that of the
+    plan; planning again is for the same, and workers check that they are on it.
 
     Raises:
         UserError: at construction, a number is out of its range.

@@ -32,8 +32,8 @@ class ParameterMoves:
 
     Between calls a copy has no memory, but the modules on its parameters stay: they are built once. Where a copy
     contains the home's part, the home's parameters have no memory during the call, and readers of the home find them in
-    the copy. Copies that a plan has filled in place (`CallCompute.in_place`) never have memory beside their home. Copies
-    that get only what changed (`ExecutionPlan.changes`) keep theirs.
+    the copy. Copies that a plan has filled in place (`CallCompute.in_place`) never have memory beside their home.
+    Copies that get only what changed (`ExecutionPlan.changes`) keep theirs.
 
     `carry_out` is for one thread (`realhf.worker.move_thread`), the rest for the one that executes calls. Both may use
     one home at the same time: this worker sends from it while a call on a copy of it ends. Nothing else overlaps:

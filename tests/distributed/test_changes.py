@@ -1,5 +1,5 @@
-"""Moves of what changed, by four processes: byte-equal for all pairs of layouts over each carrier, after versions that a
-copy missed too; never more bytes than all values and the sizes; few where little changed."""
+"""Moves of what changed, by four processes: byte-equal for all pairs of layouts over each carrier, after versions that
+a copy missed too; never more bytes than all values and the sizes; few where little changed."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from realhf.architecture.model import DecoderConfig
 from realhf.cpu import host_group
-from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement, held_boxes
-from realhf.realloc.execute.carriers import Carrier, HostCarrier, Message, ReallocationError, TorchCarrier, Work
+from realhf.realloc.execute.carriers import Carrier, HostCarrier, TorchCarrier
 from realhf.realloc.execute.changes import SIZE_BYTES, ChangesCarrier, SentParts, whole_move
 from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.verification import verify
@@ -45,7 +44,13 @@ class Copy:
     """One rank's source and copy of a model, and moves between them."""
 
     def __init__(
-        self, rank: int, model: DecoderConfig, ends: tuple[Placement, Placement], item: int, carrier: Carrier, by: MovedBy
+        self,
+        rank: int,
+        model: DecoderConfig,
+        ends: tuple[Placement, Placement],
+        item: int,
+        carrier: Carrier,
+        by: MovedBy,
     ):
         self.rank, self.ends, self.carrier, self.model = rank, ends, carrier, model
         self.plan = plan_between(model, *ends, 2, item, 2**19 if model is LARGE else 4096, by=by)
@@ -113,13 +118,17 @@ def moved() -> dict[str, list[list[Counter[str]]]]:
     """Of each carrier and pair the sums over ranks for each move."""
     of_ranks = run_distributed(move_all, 4)
     return {
-        name: [[sum(of_move, Counter()) for of_move in zip(*of_pair, strict=True)] for of_pair in zip(*pairs, strict=True)]
+        name: [
+            [sum(of_move, Counter()) for of_move in zip(*of_pair, strict=True)] for of_pair in zip(*pairs, strict=True)
+        ]
         for name in of_ranks[0]
         for pairs in [[of_rank[name] for of_rank in of_ranks]]
     }
 
 
-def test_never_more_bytes_than_all_values_and_the_sizes_of_the_parts(moved: dict[str, list[list[Counter[str]]]]) -> None:
+def test_never_more_bytes_than_all_values_and_the_sizes_of_the_parts(
+    moved: dict[str, list[list[Counter[str]]]],
+) -> None:
     assert len(moved) == 4
     for of_pairs in moved.values():
         for first, *others in of_pairs:

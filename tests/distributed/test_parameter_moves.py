@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.resolved import ResolvedExperiment
@@ -16,6 +17,7 @@ from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.engine.residency.in_place import PageByPage, Sides
 from realhf.engine.residency.residency import Where
+from realhf.geometry.parameters import parameter_count
 from realhf.parallel.groups import GroupTable
 from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.verification import VerificationError
@@ -339,3 +341,46 @@ def test_a_copy_is_filled_in_place_of_its_home() -> None:
         assert (back, is_same) == (places, rank != 0)
         assert str(lending).startswith(f"actor: rank {rank} lent other values to a copy than it had, of parameter ")
         assert one == other == ("LENT", "HERE", DEFAULT_BUCKET_BYTES // 2, True)
+
+
+CHANGING = structs.replace(PLAN, changes=("actor_generate",))
+
+
+def changing_copy(rank: int) -> list[object]:
+    """Whether the copy is right in each call, where it is after it, and what came: first all, then what changed, for an
+    evaluation too, then nothing, and all once more by another plan."""
+    table = GroupTable([PLAN.layout(call) for call in PLAN.calls], rank)
+    worker, told = Worker(rank, run_with(1.0, every=1).changed(CHANGING), table), list[object]()
+    layout, name = PLAN.layout("actor_generate"), "actor_generate"
+    home = worker.models.get(("actor", PLAN.layout("actor_train_step")))
+    expected = ShardedModel(ModelSpec(TINY, table.groups(layout), torch.float32))
+    expected.initialise(seed=len("actor"))
+    bucket_bytes = parameter_moves.DEFAULT_BUCKET_BYTES
+    for step, split in enumerate(("train", "evaluation", "train", "train", "train")):
+        parameter_moves.DEFAULT_BUCKET_BYTES = bucket_bytes // 2 if step == 4 else bucket_bytes
+        if step < 3:
+            for model in (home, expected) if home else (expected,):
+                model.residency.held()[0][1].view(-1)[step] = 7.0
+        batch = BatchKey(split, step)
+        request = PrepareMove(request_id=0, batch=batch, name=name, model="actor", layout=layout)
+        worker.moves.prepare(request)
+        worker.moves.carry_out(
+            Reallocate(request_id=0, batch=batch, call=name, model="actor", layout=layout, version=0)
+        )
+        residency = worker.models["actor", layout].residency
+        parts = zip(residency.held(), expected.residency.held(), strict=True)
+        told.append(all(torch.equal(a, b) for (_, a), (_, b) in parts))
+        worker.moves.release(Release(model="actor", layout=layout))
+        told.append((residency.where.name, dict(worker.moves.moved.pop(("actor", layout)))))
+    return told
+
+
+def test_a_copy_that_keeps_its_memory_gets_what_changed() -> None:
+    home, other = run_distributed(changing_copy, 2)
+    count = parameter_count(TINY)
+    every = {"bytes": 4 * count, "whole_bytes": 4 * count, "changed": count, "elements": count}
+    parts = other[3][1]["parts"]
+    one = every | {"bytes": 8 * parts + 12, "changed": 1, "parts": parts}  # a count, a place, a value; padded
+    none = one | {"bytes": 8 * parts, "changed": 0}
+    assert other[::2] == home[::2] == [True] * 5
+    assert other[1::2] == [("HERE", moved) for moved in (every, one, one, none, every)]

@@ -124,8 +124,8 @@ def test_a_wrong_change_ends_the_run(tmp_path: Path) -> None:
     given = [*words(tmp_path, changes), *SLOW, "--fault", "wrong change", "--verify-reallocations-every", "0"]
     text = quickly_failed(tmp_path / "run", JOB, *given)
     assert (
-        "actor_generate of step 2 has other values of actor than version 1 has, which the result of actor_train_step of "
-        "step 1 had: in " in text
+        "actor_generate of step 2 has other values of actor than version 1 has, which the result of actor_train_step "
+        "of step 1 had: in " in text
     )
 
 

@@ -82,7 +82,10 @@ class WeightsJob:
 
     @property
     def models(self) -> dict[str, ModelSetup]:
-        return {"actor": ModelSetup(optimizer=OptimizerConfig(lr=self.lr), dtype=self.dtype), "reference": ModelSetup(dtype=self.dtype)}
+        return {
+            "actor": ModelSetup(optimizer=OptimizerConfig(lr=self.lr), dtype=self.dtype),
+            "reference": ModelSetup(dtype=self.dtype),
+        }
 
     @property
     def dataset(self) -> PromptDataset:

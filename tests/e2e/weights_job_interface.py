@@ -50,7 +50,6 @@ class FaultySFTInterface(UpdateInterface):
 
         parameter_moves.execute = execute  # type: ignore[assignment]
 
-
     def _break_changes(self) -> None:
         """The last value that is sent of what changed in each part is another one."""
         rightly = changes.encode

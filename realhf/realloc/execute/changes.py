@@ -1,9 +1,9 @@
 """Only what changed is sent: places and new values of the elements that differ from those that the copy has.
 
 A part that was sent before travels as the shorter of two: its values, or a text. The text has for each block of 65,536
-elements the number of changes (uint32), then the offsets of all changes in their blocks (uint16), then their values. The
-sizes of the texts, 8 bytes a part, travel before them. Parts and texts are messages of any carrier; a device that sends
-a part on sends on the text that it received.
+elements the number of changes (uint32), then the offsets of all changes in their blocks (uint16), then their values.
+The sizes of the texts, 8 bytes a part, travel before them. Any carrier takes parts and texts; a device that sends a
+part on sends the text that it received.
 """
 
 from collections import Counter
@@ -56,10 +56,13 @@ def decode(text: Tensor, values: Tensor) -> int:
     ends = [4 * blocks + 2 * changes, 4 * blocks + (2 + item) * changes]
     offsets = _read(data[4 * blocks : ends[0]], torch.int16).long().bitwise_and_(BLOCK - 1)
     places = offsets + torch.arange(blocks, device=text.device).mul_(BLOCK).repeat_interleave(counts)
-    if values.dim():
-        values[torch.unravel_index(places, values.shape)] = _read(data[ends[0] : ends[1]], values.dtype)
-    else:
-        values.copy_(_read(data[ends[0] : ends[1]], values.dtype)[0])
+    if not values.dim():
+        values = values.view(1)
+    index: list[Tensor] = []  # not torch.unravel_index, whose first use takes a second
+    for extent in reversed(values.shape):
+        index.insert(0, places % extent)
+        places = places.div(extent, rounding_mode="floor")
+    values[tuple(index)] = _read(data[ends[0] : ends[1]], values.dtype)
     return changes
 
 
@@ -118,8 +121,9 @@ class ChangesCarrier:
     """Sends the parts of one move into a copy that has the values of the move before, as what changed of them.
 
     `moved` counts what came here: `bytes` of `whole_bytes` in `parts`, and `changed` of `elements`; all elements of a
-    part that came as values count as changed. Before the messages of a round it waits for the sizes of those to come, and for nothing
-    else; a rank posts its sizes of a round before it waits for any, so it deadlocks as little as the rounds do.
+    part that came as values count as changed. Before the messages of a round it waits for the sizes of those to come,
+    and for nothing else. A rank posts its own sizes before it waits, so the order of the rounds deadlocks no more than
+    without sizes.
     """
 
     def __init__(self, beside: Carrier, sent: SentParts, label: str, timeout_s: float):

@@ -36,6 +36,7 @@ IN_THE_PLAN_OR_ITS_DEVICES = {
     "rule",
     "ignore_runs",
     "moved_by",
+    "send_changes",
     "offload",
     "staleness_up_to",
     "num_workers",

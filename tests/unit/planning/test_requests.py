@@ -70,7 +70,7 @@ def test_requests_that_say_nothing() -> None:
         "num_workers": None, "nodes": 1, "gpus_per_node": None, "hardware": None, "memory_gb": None, "place": None,
         "cpu_only": False, "planned": None,
     }  # fmt: skip
-    assert vars(Measured()) == {"profiles": None, "call_factors": {}, "ignores_runs": False}
+    assert vars(Measured()) == {"profiles": None, "call_factors": {}, "changed_shares": {}, "ignores_runs": False}
     assert vars(SearchBudget()) == {"evaluations": None, "seconds": None}
     assert vars(SearchRequest(**BUDGET)) == {
         **BUDGET, "seed": 0, "threads": None, "single_moves": False, "proves": True, "starts": (),

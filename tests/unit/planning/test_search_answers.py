@@ -36,7 +36,7 @@ from tests.unit.planning.test_search_sets import RULES
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_best_of_several_sets_says_which_models_wait(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in ("_with_best_steps", "with_room_left", "with_best_copies", "with_best_carriers"):
+    for step in ("_with_best_steps", "with_room_left", "with_best_copies", "with_best_carriers", "with_changes"):
         monkeypatch.setattr(search, step, lambda task, prediction: prediction)
     first, second = result_of(2.0, evaluations=10, rules=RULES), result_of(1.0, evaluations=5, offload=("ref",))
     found = search._best_of(TASK, search._Sets([first, second], [], number))
@@ -49,12 +49,14 @@ def test_the_best_plan_has_other_steps_in_flight_then_other_copies_and_then_othe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The proof is not about such copies."""
-    fewer, copied, copying = predicted(0.9), predicted(0.85), predicted(0.8, calls={"a": COPYING}, peak_bytes=2 * GIB)
+    fewer, copied, carried = predicted(0.9), predicted(0.85), predicted(0.82)
+    copying = predicted(0.8, calls={"a": COPYING}, peak_bytes=2 * GIB)
     best = result_of(1.0)
     monkeypatch.setattr(search, "_with_best_steps", lambda task, found: fewer if found is best.prediction else None)
     monkeypatch.setattr(search, "with_room_left", lambda task, found: found)
     monkeypatch.setattr(search, "with_best_copies", lambda task, found: copied if found is fewer else None)
-    monkeypatch.setattr(search, "with_best_carriers", lambda task, found: copying if found is copied else None)
+    monkeypatch.setattr(search, "with_best_carriers", lambda task, found: carried if found is copied else None)
+    monkeypatch.setattr(search, "with_changes", lambda task, found: copying if found is carried else None)
     found = search._best_of(TASK, search._Sets([best], [], 1))
     assert found.certificate == replace(best.certificate, copying_s=0.8)
     assert found.plan.notes == {"seed": 1, "peak_memory_gib": 2.0}

@@ -1,5 +1,5 @@
-"""The text of what changed: exact for all dtypes, strides and shares, by the kernel and without it; never longer than the
-values."""
+"""The text of what changed: exact for all dtypes, strides and shares, by the kernel and without it; never longer than
+the values."""
 
 from typing import Any
 
@@ -15,7 +15,19 @@ from realhf.realloc.execute.changes import BLOCK, decode, encode
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SHARES = [0.0, 0.004, 0.1, 0.33, 0.5, 1.0]
-SHAPES = [(), (0,), (1,), (31,), (3, 7), (5, 33, 3), (BLOCK - 1,), (BLOCK,), (BLOCK + 1,), (3, BLOCK // 2 + 5), (7, 30011)]
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (31,),
+    (3, 7),
+    (5, 33, 3),
+    (BLOCK - 1,),
+    (BLOCK,),
+    (BLOCK + 1,),
+    (3, BLOCK // 2 + 5),
+    (7, 30011),
+]
 
 
 def bits(values: Tensor) -> Tensor:
