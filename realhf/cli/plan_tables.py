@@ -45,6 +45,8 @@ def choice_lines(plan: ExecutionPlan) -> Iterator[str]:
         yield f"parameters not from home: {plan.copies_text}"
     if plan.broadcasts:
         yield f"parameters by broadcasts in process groups: {', '.join(plan.broadcasts)}"
+    if plan.changes:
+        yield f"copies that get only what changed: {', '.join(plan.changes)}"
     if plan.offload:
         yield f"in host memory while nothing needs them: {', '.join(plan.offload)}"
     if plan.staleness:

@@ -127,7 +127,7 @@ def _most_sent(of_workers: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def _moved(of_workers: Iterable[Mapping[str, int]]) -> dict[str, Any]:
     moved = sum(map(Counter, of_workers), Counter[str]())
-    if not moved:
+    if not moved["elements"]:
         return {}
     share = moved["changed"] / moved["elements"]
     return {"moved": {"bytes": moved["bytes"], "whole_bytes": moved["whole_bytes"], "changed_share": share}}

@@ -23,6 +23,8 @@ def plan_section(plan: ExecutionPlan, lines: Sequence[Mapping[str, Any]]) -> Mar
         words.append(["parameters not from home", plan.copies_text])
     if plan.broadcasts:
         words.append(["parameters by broadcasts", ", ".join(plan.broadcasts)])
+    if plan.changes:
+        words.append(["copies that get only what changed", ", ".join(plan.changes)])
     if plan.staleness:
         words.append(["rollouts", f"by weights {updates_text(plan.staleness)} old"])
     if why:

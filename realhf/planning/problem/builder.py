@@ -1,10 +1,11 @@
 """From a dataflow graph, options and costs to the tables of a planning problem."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from realhf.dataflow.copies import running_beside, takers_of, with_copies
 from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.geometry.layout import Layout
 from realhf.planning.options import Option
 from realhf.planning.problem.native import reallocation_table
 from realhf.planning.problem.option_rows import Numbering, OptionRows
@@ -82,11 +83,7 @@ def build_problem(
         transfers=transfers,
         communicator_bytes=task.costs.hardware.communicator_bytes,
         sending_bytes=_sending_bytes(task, has_broadcasts=bool(broadcasts)),
-        kept=[
-            *(_kept(numbers, source) for source in dict.fromkeys(numbers.copies.values())),
-            *(_kept_beside_all(numbers, name, but={name}) for name in changes),
-            *(_kept_beside_all(numbers, home) for home in dict.fromkeys(task.homes[name] for name in changes)),
-        ],
+        kept=list(_all_kept(numbers)),
     )
 
 
@@ -101,6 +98,14 @@ def _call_table(rows: OptionRows, call: ModelFunctionCallDef, home: str, parents
         spared=list(rows.spared(call)),
         in_place_bytes=rows.in_place_bytes(call),
     )
+
+
+def _all_kept(numbers: Numbering) -> Iterator[KeptCopy]:
+    """Copies that are kept for others, and what moves of changes keep at both ends."""
+    yield from (_kept(numbers, source) for source in dict.fromkeys(numbers.copies.values()))
+    yield from (_kept_beside_all(numbers, name, but=same) for name, same in _sharing(numbers, numbers.changes).items())
+    homes = dict.fromkeys(numbers.task.homes[name] for name in numbers.changes)
+    yield from (_kept_beside_all(numbers, home) for home in homes)
 
 
 def _kept(numbers: Numbering, source: str) -> KeptCopy:
@@ -123,6 +128,14 @@ def _kept_beside_all(numbers: Numbering, name: str, but: Collection[str] = ()) -
         beside=[other for other in numbers.task.graph.model_calls if other not in but],
         size_bytes=float(call.placed(option.layout.strategy).parameter_bytes()),
     )
+
+
+def _sharing(numbers: Numbering, changes: Collection[str]) -> dict[str, set[str]]:
+    """One call for each of the copies that `changes` use, with all calls that use the same: of its model and layout."""
+    graph, found = numbers.task.graph, dict[tuple[str, Layout], set[str]]()
+    for name, call in graph.model_calls.items():
+        found.setdefault((call.model_name, numbers.options[name][0].layout), set()).add(name)
+    return {min(same): same for same in found.values() if same & set(changes)}
 
 
 def _sending_bytes(task: PlanningTask, *, has_broadcasts: bool) -> float:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from realhf.master.drift import WARM_UP, WINDOW, DriftWatch, call_factors, reported_calls
+from realhf.master.drift import WARM_UP, WINDOW, DriftWatch, call_factors, changed_shares, reported_calls
 from realhf.rundir.events import Event
 
 
@@ -101,3 +101,17 @@ def test_a_start_does_not_repeat_what_an_earlier_one_told_under_the_same_plan() 
     steps = [line(train=6.0, generate=6.0)] * (WARM_UP + WINDOW)
     (text,) = told(DriftWatch(1.5, reported_calls([told_before, restarted])), *steps)
     assert text.startswith("generate takes 3 times")
+
+
+def test_shares_of_moves_are_medians_by_model() -> None:
+    """A first move of all values, and calls without a copy that changes, do not matter."""
+
+    def line(**moved: tuple[int, int]) -> dict:
+        calls = {name: {"moved": {"bytes": a, "whole_bytes": b}} for name, (a, b) in moved.items()}
+        return {"calls": {**calls, "train": {}}}
+
+    lines = [line(generate=(100, 100), judge=(4, 100)), line(generate=(2, 100)), line(generate=(3, 100), other=(9, 8))]
+    models = {"generate": "actor", "judge": "actor", "train": "actor", "other": "critic"}
+    assert changed_shares(lines, models) == {"actor": 0.035, "critic": 1.0}
+    assert changed_shares(lines[1:2], models) == {"actor": 0.02}
+    assert changed_shares([], models) == {}

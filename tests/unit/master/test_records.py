@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -104,6 +105,22 @@ def test_a_call_of_which_nothing_was_measured_has_its_prediction_alone() -> None
     }  # fmt: skip
     assert list(line["calls"]["actor_generate"]["sent_bytes"].items()) == [("all_gather", 8), ("reduce_scatter", 4)]
     assert line["peak_bytes"] == [0, 0]
+
+
+def test_what_moved_of_a_copy_is_summed_over_workers() -> None:
+    moves = [
+        {"bytes": 10, "whole_bytes": 100, "changed": 1, "elements": 50, "parts": 1},
+        {"bytes": 20, "whole_bytes": 100, "changed": 4, "elements": 50, "parts": 2},
+        {},
+    ]
+    span = Span("compute", "", 1.0, 2.0)
+    replies = {worker: Reply(request_id=worker, span=span, moved=moved) for worker, moved in enumerate(moves)}
+    line = step_metrics(1, [CallRecord(Node(0, "actor_generate"), "actor", replies)], PLAN, 0.0)
+    assert line["calls"]["actor_generate"]["moved"] == {"bytes": 30, "whole_bytes": 200, "changed_share": 0.05}
+    nothing = Counter(bytes=0, whole_bytes=0, changed=0, elements=0)  # all of it is there
+    replies = {0: Reply(request_id=0, span=span, moved=nothing)}
+    line = step_metrics(1, [CallRecord(Node(0, "actor_generate"), "actor", replies)], PLAN, 0.0)
+    assert "moved" not in line["calls"]["actor_generate"]
 
 
 def test_the_log_has_a_step_s_calls_in_the_order_of_their_ends(caplog: pytest.LogCaptureFixture) -> None:
