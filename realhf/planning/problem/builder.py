@@ -51,9 +51,8 @@ def build_problem(
     cannot depend on which, and all of it counts.
 
     `copies` has the source of each call that takes its copy from another call's (`realhf.dataflow.copies`); the calls
-    have one option each then. So they have with `broadcasts`: the moves of these calls, and of these models' following,
-    are collectives (`realhf.planning.carriers`). The copies of the calls `changes` keep their memory, and so do their
-    homes the values that they have sent.
+    have one option each then. So they have with `broadcasts`, whose moves are collectives, and with `changes`, whose
+    copies keep their memory, as their homes keep what they have sent (`realhf.planning.carriers`).
     """
     if copies:
         task = replace(task, graph=with_copies(task.graph, copies))
@@ -61,8 +60,7 @@ def build_problem(
     rows, parameters = OptionRows(numbers), ParameterTransfers(numbers, reallocations)
     host_copies, loads = parameters.host_copies()
     transfers = [beside_table(numbers, call) for call in graph.beside.values()]
-    transfers += [parameters.follow(node, loads[node.name]) for node in graph.follows.values()]
-    transfers += host_copies
+    transfers += [*(parameters.follow(node, loads[node.name]) for node in graph.follows.values()), *host_copies]
     calls = []
     for call in graph.model_calls.values():
         home, edges = task.homes[call.name], graph.parents(call.name)
