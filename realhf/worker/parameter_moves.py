@@ -56,8 +56,9 @@ class ParameterMoves:
         # Uses left of each copy that other calls copy from, its own call included.
         self._uses: dict[tuple[str, Layout], int] = {}
         # What this worker has sent last into each copy that gets only what changed: the same moves count on all ranks.
-        calls = run.experiment.graph.model_calls
-        self._kept = {(calls[call].model_name, run.plan.layout(call)) for call in run.plan.changes}
+        self._kept = {
+            (run.experiment.graph.model_calls[call].model_name, run.plan.layout(call)) for call in run.plan.changes
+        }
         self._sent: dict[tuple[str, Layout], SentParts] = {}
         self.moved: dict[tuple[str, Layout], Counter[str]] = {}  # of the last move, as `ChangesCarrier.moved`
         self._at_rest = {name: threading.Lock() for name in run.homes}

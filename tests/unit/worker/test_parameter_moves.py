@@ -35,7 +35,7 @@ def test_a_shared_copy_is_freed_when_the_kernels_of_all_that_use_it_have_run(
         deadlines=SimpleNamespace(longest_s=1.0),
         spec=SimpleNamespace(verify_reallocations_every=0),
         homes={"actor": HOME},
-        plan=SimpleNamespace(calls={}),
+        plan=SimpleNamespace(calls={}, changes=()),
     )
     models: Any = {("actor", LAYOUT): copy}
     groups: Any = SimpleNamespace(spans_hosts=False)
