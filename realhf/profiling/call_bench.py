@@ -22,7 +22,7 @@ from realhf.profiling.model_bench import ModelBench, Stopwatch, Work
 
 LAYERS = 2  # one a stage where there are two
 SEQUENCES = 16  # per data-parallel rank
-# Tokens of a sequence, of inferences and trainings: what they take beyond their parts is lost in the noise of long ones.
+# Tokens of a sequence of inferences and trainings: of long ones the noise hides what a call takes beyond its parts.
 SHORT = 8
 FEW, MANY = 1, 4  # micro-batches
 STEPS = 8  # in decoding
