@@ -259,8 +259,10 @@ class Profiler:
         return noisy
 
     def _optimizer_s_per_parameter(self, target: ProfileTarget, training: Callable[[], object]) -> float:
-        """Seconds per parameter of a mini-batch: AdamW, zeroing gradients, norm and clipping. They follow `training`, as
-        in a run: repeated without anything between, they took a quarter less on the CPU."""
+        """Seconds per parameter of a mini-batch: AdamW, zeroing gradients, norm and clipping.
+
+        They follow `training`, as in a run: repeated without anything between, they took a quarter less on the CPU.
+        """
         count = min(sum(prod(spec.shape) for spec in decoder_parameters(target.model)), LARGEST_OPTIMIZER)
         parameters = torch.zeros(count, dtype=getattr(torch, target.dtype), device=self.device)
         config = OptimizerConfig()
