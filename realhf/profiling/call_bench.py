@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
@@ -15,13 +14,16 @@ from realhf.engine.batch import Batch
 from realhf.engine.generate.loop import packed_weights
 from realhf.engine.interface import GenerationRequest, Stats
 from realhf.engine.model import ShardedModel
+from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import ParallelGroups
 from realhf.planning.model.profile import CallOverheads
 from realhf.profiling.job import ProfileTarget
-from realhf.profiling.model_bench import ModelBench, Stopwatch
+from realhf.profiling.model_bench import ModelBench, Stopwatch, Work
 
 LAYERS = 2  # one a stage where there are two
 SEQUENCES = 16  # per data-parallel rank
+# Tokens of a sequence of inferences and trainings: of long ones the noise hides what a call takes beyond its parts.
+SHORT = 8
 FEW, MANY = 1, 4  # micro-batches
 STEPS = 8  # in decoding
 
@@ -50,9 +52,14 @@ class CallBench:
         self.target_dtype, self.dtype = target.dtype, getattr(torch, target.dtype)
         self.device, self.watch = watch.device, watch
         self.data, self.pipeline = data, pipeline
-        sequences = [torch.arange(length, device=watch.device) % self.model.vocab_size for length in lengths]
+        # They begin with different tokens: a common prefix would be computed once.
+        sequences = [
+            torch.arange(first, first + length, device=watch.device) % self.model.vocab_size
+            for first, length in enumerate(lengths)
+        ]
         self.batch = Batch(tuple(range(len(lengths))), {"seq": sequences})
-        self.bench = ModelBench(self.model, target.dtype, data, watch)
+        self.short = self.batch.with_data(seq=[sequence[:SHORT] for sequence in sequences])
+        self.bench = ModelBench(self.model, target.dtype, data, watch, layers=LAYERS)
 
     def overheads(self, optimizer_s_per_parameter: float, message_s: float) -> CallOverheads:
         """The seconds of calls beyond their parts.
@@ -64,12 +71,10 @@ class CallBench:
             message_s: see `message_s`; 0 if no rank has a part in a pipeline.
         """
         model = self._model(self.data)
-        beyond = optimizer_s_per_parameter * model.parameters.flat.numel() + self._reduce_s(model)
-        parts = {count: self._parts_s(count) for count in (FEW, MANY)}
-        forward = {n: self._forward_s(model, n) - n * parts[n][0] for n in parts}
-        train = {n: self._train_s(model, n) - n * sum(parts[n]) - beyond for n in parts}
-        forward_call, forward_micro_batch = _split(forward)
-        train_call, train_micro_batch = _split(train)
+        updated = sum(part.stop - part.start for part in model.parameters.updated)
+        beyond = optimizer_s_per_parameter * updated + self._exchange_s(model)
+        forward_call, forward_micro_batch = _split({n: self._forward_rest_s(model, n) for n in (FEW, MANY)})
+        train_call, train_micro_batch = _split({n: self._train_rest_s(model, n) - beyond for n in (FEW, MANY)})
         generate_call, per_parameter, decode_step = self._generation()
         return CallOverheads(
             forward_s=forward_call,
@@ -79,7 +84,7 @@ class CallBench:
             generate_s=generate_call,
             generate_s_per_parameter=per_parameter,
             decode_step_s=decode_step,
-            message_s=self._beyond_message_s(message_s, parts[MANY][0] / 2 + forward_micro_batch) if message_s else 0.0,
+            message_s=self._beyond_message_s(message_s, forward_micro_batch) if message_s else 0.0,
         )
 
     def message_s(self, exchange: Callable[[Tensor], object] | None) -> float:
@@ -117,18 +122,24 @@ class CallBench:
         call_s = first_s - prefill_s - pack_s
         return max(call_s, 0.0), pack_s / model.parameters.flat.numel(), max(decode_step_s, 0.0)
 
-    def _beyond_message_s(self, message_s: float, slot_s: float) -> float:
+    def _beyond_message_s(self, message_s: float, micro_batch_s: float) -> float:
         """A forward pass of two stages has MANY + 1 slots one after the other, with a message in all but one."""
-        staged = None if self.pipeline is None else self._model(self.pipeline)
-        expected = (MANY + 1) * slot_s + MANY * message_s
-        return max((self._forward_s(staged, MANY) - expected) / MANY, 0.0)
+        expected = (MANY + 1) * (self._forward_parts_s(MANY) / 2 + micro_batch_s) + MANY * message_s
+        forward = None
+        if self.pipeline is not None:
+            forward = partial(self._model(self.pipeline).forward, self.batch, "seq", _outputs, MANY)
+        return max((self.watch.seconds(forward, slowest=True) - expected) / MANY, 0.0)
 
-    def _reduce_s(self, model: ShardedModel) -> float:
-        """Seconds to sum the gradients of the short model over the data-parallel ranks."""
-        if self.data.data is None:
-            return 0.0
-        gradients = torch.zeros_like(model.parameters.flat)
-        return self.watch.seconds(lambda: dist.all_reduce(gradients, group=self.data.data))
+    def _exchange_s(self, model: ShardedModel) -> float:
+        """Seconds of the slowest rank to exchange the short model's gradients and parameters over the data-parallel
+        ranks."""
+        parameters, gradients = (torch.zeros_like(x) for x in (model.parameters.flat, model.parameters.gradient))
+
+        def exchange() -> None:
+            reduce_scatter(gradients, self.data.data)
+            all_gather(parameters, self.data.data)
+
+        return self.watch.seconds(exchange, slowest=True)
 
     def _model(self, groups: ParallelGroups) -> ShardedModel:
         model = ShardedModel(
@@ -137,29 +148,39 @@ class CallBench:
         model.initialise(0)
         return model
 
-    def _parts_s(self, micro_batches: int) -> tuple[float, float]:
-        """(forward, backward) seconds of the parts that the profile has measured, for one micro-batch."""
-        lengths = [len(sequence) for sequence in self.batch.split(micro_batches)[0].data["seq"]]
-        layer, tokens = self.bench.layer(lengths), sum(lengths)
-        others = zip(self.bench.embedding(tokens), self.bench.head(tokens), strict=True)
-        forward, backward = (LAYERS * one + sum(rest) for one, rest in zip(layer, others, strict=True))
-        return forward, backward
+    def _forward_parts_s(self, micro_batches: int) -> float:
+        """Seconds of the parts of an inference that the profile has measured, for one micro-batch."""
+        lengths = _lengths(self.batch, micro_batches)
+        tokens = sum(lengths)
+        return LAYERS * self.bench.layer(lengths)[0] + self.bench.embedding(tokens)[0] + self.bench.head(tokens)[0]
 
-    def _forward_s(self, model: ShardedModel | None, micro_batches: int) -> float:
-        if model is None:
-            return self.watch.seconds(None, slowest=True)
-        return self.watch.seconds(lambda: model.forward(self.batch, "seq", _outputs, micro_batches), slowest=True)
+    def _forward_rest_s(self, model: ShardedModel, micro_batches: int) -> float:
+        """Seconds of an inference of short sequences beyond its parts."""
+        infer, _ = self.bench.parts(_lengths(self.short, micro_batches))
+        forward = partial(model.forward, self.short, "seq", _outputs, micro_batches)
+        return self.watch.seconds_and_rest(partial(_repeat, infer, micro_batches), forward, slowest=True)[1]
 
-    def _train_s(self, model: ShardedModel, micro_batches: int) -> float:
-        return self.watch.seconds(
-            lambda: model.train_step(self.batch, "seq", _loss, _weight, micro_batches), slowest=True
-        )
+    def _train_rest_s(self, model: ShardedModel, micro_batches: int) -> float:
+        """Seconds of a mini-batch of short sequences beyond its passes, with the wait for the slowest rank."""
+        _, train = self.bench.parts(_lengths(self.short, micro_batches))
+        step = partial(model.train_step, self.short, "seq", _loss, _weight, micro_batches)
+        return self.watch.seconds_and_rest(partial(_repeat, train, micro_batches), step, slowest=True)[1]
 
 
 def _split(residual: dict[int, float]) -> tuple[float, float]:
     """(a call's, a micro-batch's) seconds, neither below 0, of residuals at FEW and MANY micro-batches."""
     slope = min(max((residual[MANY] - residual[FEW]) / (MANY - FEW), 0.0), max(residual[MANY], 0.0) / MANY)
     return max(residual[FEW] - FEW * slope, 0.0), slope
+
+
+def _lengths(batch: Batch, micro_batches: int) -> list[int]:
+    """Of the sequences of the first of equal micro-batches."""
+    return [len(sequence) for sequence in batch.split(micro_batches)[0].data["seq"]]
+
+
+def _repeat(work: Work, times: int) -> None:
+    for _ in range(times):
+        work()
 
 
 def _outputs(head: Tensor, part: Batch) -> dict[str, list[Tensor]]:

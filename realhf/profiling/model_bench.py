@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -35,7 +35,7 @@ from realhf.parallel.vocabulary import Logits
 from realhf.planning.model.measured import MeasuredConstant
 
 WARM_UPS = 2
-LAYERS = 4  # in the timed model
+LAYERS = 4  # in the timed model, unless it is given
 # Short work is repeated within one reading of the clock, long work is read fewer times.
 SHORTEST_READING_S = 0.002
 LONGEST_POINT_S = 2.0
@@ -63,10 +63,11 @@ class Stopwatch:
         spreads, self._spreads = self._spreads, []
         return math.sqrt(statistics.fmean(spread**2 for spread in spreads)) if spreads else 0.0
 
-    def seconds(self, work: Work | None, *, slowest: bool = False) -> float:
-        """Median seconds of one `work`, the mean over the ranks that work, or their maximum (`slowest`)."""
+    def seconds(self, work: Work | None, *, slowest: bool = False, before: Work | None = None) -> float:
+        """Median seconds of one `work`, the mean over the ranks that work, or their maximum (`slowest`). `before` runs
+        before each reading, untimed: what `work` then finds in the caches is what a call leaves there."""
         loops, readings = self._effort(work)
-        taken = [self._read(work, loops) for _ in range(readings)]
+        taken = [self._read(work, 1 if before else loops, before) for _ in range(readings)]
         self._spreads.append(spread_of(taken))
         return self._combine(statistics.median(taken), work, slowest)
 
@@ -116,16 +117,23 @@ class Stopwatch:
             return self._over_ranks(median, dist.ReduceOp.MAX)
         return self._over_ranks(median) / self._over_ranks(float(work is not None))
 
-    def _read(self, work: Work | None, loops: int) -> float:
+    def _read(self, work: Work | None, loops: int, before: Work | None = None) -> float:
         self._over_ranks(0.0)  # a barrier
         if work is None:
             return 0.0
+        if before is not None:
+            before()
+            self._wait()
         start = self._clock()
         for _ in range(loops):
             work()
+        self._wait()
+        return (self._clock() - start) / loops
+
+    def _wait(self) -> None:
+        """Until the device has done all that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return (self._clock() - start) / loops
 
     def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -144,19 +152,28 @@ def spread_of(readings: list[float]) -> float:
 
 
 class ModelBench:
-    """The parts of a model type with a few layers, at the tensor parallelism of `groups`.
+    """The parts of a model type with `layers` layers, at the tensor parallelism of `groups`.
 
     Layers are timed one after the other: in a pass, too, each finds the weights and activations of the others in the
     caches, and not its own. Every method measures on all ranks of the layout; a rank outside of it (`groups` is None)
     keeps step.
     """
 
-    def __init__(self, model: DecoderConfig, dtype: DType, groups: ParallelGroups | None, watch: Stopwatch):
+    def __init__(
+        self,
+        model: DecoderConfig,
+        dtype: DType,
+        groups: ParallelGroups | None,
+        watch: Stopwatch,
+        *,
+        layers: int = LAYERS,
+    ):
         self.model, self.dtype, self.groups, self.watch = model, getattr(torch, dtype), groups, watch
+        self.layers = layers
         self.device = device = watch.device
         if groups is None:
             return
-        config = replace(model, num_layers=LAYERS)
+        config = replace(model, num_layers=layers)
         arena = build.build_arena(config, groups, self.dtype, device)
         self.decoder = build.decoder_on(config, groups, arena.views())
         arena.flat.normal_(std=0.02)  # zeros would draw less power, hence run faster, on a GPU
@@ -164,32 +181,23 @@ class ModelBench:
 
     def embedding(self, tokens: int) -> tuple[float, float]:
         """(forward, backward) seconds."""
-        if self.groups is None:
-            return self._forward_and_backward(None, None)
-        return self._forward_and_backward(self.decoder.model.embed_tokens, self._tokens(tokens))
+        return self._seconds(lambda: self._embedding(tokens))
 
     def layer(self, lengths: list[int]) -> tuple[float, float]:
         """(forward, backward) seconds, on packed sequences of the given lengths."""
-        if self.groups is None:
-            return self._forward_and_backward(None, None)
-        packed = pack_micro_batch(list(self._tokens(sum(lengths)).split(lengths)), self.device)
-        # Not timed: a stage makes the tables once for all of its layers.
-        cos, sin = rotary_tables(packed.positions, self.model, self.dtype)
-        run = partial(self._layers, cos=cos, sin=sin, attend=packed.attend)
-        forward_s, backward_s = self._forward_and_backward(run, self._hidden(len(packed.tokens)))
-        return forward_s / LAYERS, backward_s / LAYERS
+        forward_s, backward_s = self._seconds(lambda: self._packed(lengths))
+        return forward_s / self.layers, backward_s / self.layers
 
     def head(self, tokens: int) -> tuple[float, float]:
         """(forward, backward) seconds: the final norm, then values, or log-probabilities from the logits."""
-        if self.groups is None:
-            return self._forward_and_backward(None, None)
-        labels = self._tokens(tokens)
+        return self._seconds(lambda: self._head(tokens))
 
-        def run(x: Tensor) -> Tensor:
-            output = self.decoder.output(x)
-            return output.of_tokens(labels).logprob if isinstance(output, Logits) else output
-
-        return self._forward_and_backward(run, self._hidden(tokens))
+    def parts(self, lengths: list[int]) -> tuple[Work, Work]:
+        """(inference, training) of one micro-batch of sequences of these lengths: embedding, layers and head, each by
+        itself, as they are timed. For ranks of the layout alone."""
+        tokens = sum(lengths)
+        inferences, trainings = zip(*(self._embedding(tokens), self._packed(lengths), self._head(tokens)), strict=True)
+        return partial(_run_all, inferences), partial(_run_all, trainings)
 
     @torch.inference_mode()
     def decode(self, sequences: int, context: int, *, replays: bool = True) -> float:
@@ -212,9 +220,9 @@ class ModelBench:
         capture = capture_of(self.decoder, DECODE_GRAPHS) if replays else None
         with packed_weights(self.decoder):
             if capture is None:
-                return self.watch.seconds(step) / LAYERS
+                return self.watch.seconds(step) / self.layers
             capture.run(step)
-            return self.watch.seconds(capture.record(step)) / LAYERS
+            return self.watch.seconds(capture.record(step)) / self.layers
 
     @torch.inference_mode()
     def sampling(self, sequences: int, context: int) -> float:
@@ -257,15 +265,37 @@ class ModelBench:
     def _cache(self, pages: int) -> KVCache:
         assert self.groups is not None
         kv_heads = self.model.num_kv_heads // self.groups.layout.strategy.tp
-        return KVCache(range(LAYERS), pages, kv_heads, self.model.head_dim, self._hidden(0))
+        return KVCache(range(self.layers), pages, kv_heads, self.model.head_dim, self._hidden(0))
 
     def _kernels(self) -> PagedKernels:
         return paged_kernels(self._hidden(0), self.model.head_dim)
 
-    def _forward_and_backward(self, run: Callable[[Tensor], Tensor] | None, x: Tensor | None) -> tuple[float, float]:
+    def _seconds(self, passes: Callable[[], tuple[Work, Work]]) -> tuple[float, float]:
         """Seconds of a forward pass in inference, and of a pass with gradients beyond that."""
-        if run is None or x is None:
-            return self.watch.seconds_and_rest(None, None)
+        return self.watch.seconds_and_rest(*((None, None) if self.groups is None else passes()))
+
+    def _embedding(self, tokens: int) -> tuple[Work, Work]:
+        return self._passes(self.decoder.model.embed_tokens, self._tokens(tokens))
+
+    def _packed(self, lengths: list[int]) -> tuple[Work, Work]:
+        """The passes of all layers."""
+        packed = pack_micro_batch(list(self._tokens(sum(lengths)).split(lengths)), self.device)
+        # Not timed: a stage makes the tables once for all of its layers.
+        cos, sin = rotary_tables(packed.positions, self.model, self.dtype)
+        run = partial(self._layers, cos=cos, sin=sin, attend=packed.attend)
+        return self._passes(run, self._hidden(len(packed.tokens)))
+
+    def _head(self, tokens: int) -> tuple[Work, Work]:
+        labels = self._tokens(tokens)
+
+        def run(x: Tensor) -> Tensor:
+            output = self.decoder.output(x)
+            return output.of_tokens(labels).logprob if isinstance(output, Logits) else output
+
+        return self._passes(run, self._hidden(tokens))
+
+    def _passes(self, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Work, Work]:
+        """`run` in inference, and with the gradients of x and of the weights."""
         if x.is_floating_point():
             x.requires_grad_(True)
 
@@ -278,10 +308,15 @@ class ModelBench:
             torch.autograd.backward(run(x), gradient)
 
         gradient = torch.ones_like(infer())
-        return self.watch.seconds_and_rest(infer, train)
+        return infer, train
 
     def _tokens(self, count: int) -> Tensor:
         return torch.arange(count, device=self.device) % self.model.vocab_size
 
     def _hidden(self, tokens: int) -> Tensor:
         return torch.randn(tokens, self.model.hidden_size, dtype=self.dtype, device=self.device)
+
+
+def _run_all(works: Iterable[Work]) -> None:
+    for work in works:
+        work()

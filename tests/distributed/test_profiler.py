@@ -298,17 +298,79 @@ def _stopwatch_on_two_ranks(rank: int) -> list[float]:
         watch.seconds(odd),
         *watch.seconds_and_rest(alone, clock.work(1.0)),
         *watch.seconds_and_rest(clock.work(2.0), work, slowest=True),
+        # Work below two milliseconds: once after what is done before it, not several times in a reading.
+        watch.seconds(clock.work(*[1e-6] * 5, 1.0), before=clock.work(3.0)),
     ]
 
 
-def _profiles_of_noise(rank: int) -> list[tuple[tuple[str, ...], float]]:
-    """What one worker keeps of readings that say that no backward pass takes any time."""
+def _overheads_by_hand(rank: int) -> tuple[CallOverheads, int, int, int]:
+    """On two ranks: the overheads of a model whose parts take 1 s (with gradients 10 s) a micro-batch, and whose calls
+    take more; its parameters; the tokens and the rows of the whole batch."""
+    import torch
+
+    from realhf.engine.packing import pack_micro_batch
+    from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+    from realhf.parallel.groups import GroupTable
+    from realhf.parallel.waiting import end_process, waits_on
+    from realhf.profiling import call_bench
+    from realhf.profiling.job import ProfileTarget
+    from realhf.profiling.model_bench import Stopwatch
+
+    clock, device = Clock(), torch.device("cpu")
+
+    class Bench(call_bench.ModelBench):
+        def parts(self, lengths: list[int]) -> tuple[Callable[[], None], Callable[[], None]]:
+            return clock.work(1.0), clock.work(10.0)
+
+    class Model(call_bench.ShardedModel):
+        def forward(self, batch, tokens_key, postprocess, micro_batches):
+            assert {len(sequence) for sequence in batch.data[tokens_key]} == {call_bench.SHORT}
+            clock.work(0.5 + 1.25 * micro_batches)()
+
+        def train_step(self, batch, tokens_key, loss, weight, micro_batches):
+            assert {len(sequence) for sequence in batch.data[tokens_key]} == {call_bench.SHORT}
+            # This rank updates half of the parameters, at a second each.
+            clock.work(self.parameters.flat.numel() / 2 + 3.0 + rank + 12.0 * micro_batches)()
+
+    class Benches(call_bench.CallBench):
+        def _generation(self) -> tuple[float, float, float]:
+            return 0.0, 0.0, 0.0
+
+    call_bench.ModelBench, call_bench.ShardedModel = Bench, Model
+    layout = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
+    groups = GroupTable([layout], rank, PATIENCE_S, waits=waits_on(device, end_process)).groups(layout)
+    target, lengths = ProfileTarget(model=MODEL, dtype="float32"), [20 + i for i in range(call_bench.SEQUENCES)]
+    bench = Benches(target, groups, None, Stopwatch(device, repetitions=1, clock=clock), lengths)
+    found = bench.overheads(1.0, 0.0)
+    packed = pack_micro_batch(bench.batch.data["seq"], device, shares_prefixes=True)
+    return found, sum(lengths), len(packed.tokens), bench._model(groups).parameters.flat.numel()
+
+
+def test_overheads_are_of_calls_of_short_sequences_beyond_their_parts():
+    """With the wait for the slower rank, which takes a second longer. Neither its update nor a micro-batch's passes are
+    in them."""
+    for overheads, tokens, rows, parameters in run_distributed(_overheads_by_hand, 2):
+        assert overheads.forward_s == pytest.approx(0.5)
+        assert overheads.forward_micro_batch_s == pytest.approx(0.25)
+        assert overheads.train_s == pytest.approx(4.0, abs=1e-6 * parameters)
+        assert overheads.train_micro_batch_s == pytest.approx(2.0, abs=1e-6 * parameters)
+        assert tokens <= rows < tokens + 64, "no tokens in common, whose rows would be computed once"
+
+
+def _profiles_of_noise(rank: int) -> tuple[list[tuple[tuple[str, ...], float]], int]:
+    """What one worker keeps of readings that say that no backward pass takes any time, and how often it trained before
+    it updated."""
     import torch
 
     from realhf.profiling import profiler
     from realhf.profiling.job import ProfileJob, ProfileTarget
 
+    trained: list[int] = []
+
     class Bench(profiler.ModelBench):
+        def parts(self, lengths: list[int]) -> tuple[Callable[[], None], Callable[[], None]]:
+            return lambda: None, lambda: trained.append(sum(lengths))
+
         def layer(self, lengths: list[int]) -> tuple[float, float]:
             return float(sum(lengths)), -1.0
 
@@ -339,22 +401,25 @@ def _profiles_of_noise(rank: int) -> list[tuple[tuple[str, ...], float]]:
             timeout_s=PATIENCE_S,
         )
         found = profiler.Profiler(job, rank, torch.device("cpu"), Path(folder), lambda _: None).profiles()
-    return [(profile.noisy, min(profile.tensor[0].layer_backward.seconds)) for profile in found]
+    assert {*trained} == {profiler.SMALLEST_TOKENS}
+    return [(profile.noisy, min(profile.tensor[0].layer_backward.seconds)) for profile in found], len(trained)
 
 
 def test_what_noise_spoiled_is_in_every_profile_that_it_belongs_to():
-    ((lm, lm_s), (scalar, scalar_s)) = run_distributed(_profiles_of_noise, 1)[0]
+    ((lm, lm_s), (scalar, scalar_s)), trainings = run_distributed(_profiles_of_noise, 1)[0]
     of_trunk = ["tp=1 layer_backward at 16, 32, 64 tokens"]
     decode = [f"tp=1 layer_decode of context {context} at 1, 2 sequences" for context in (2, 4)]
     assert sorted(lm) == sorted([*of_trunk, "tp=1 head_backward at 16, 32, 64 tokens", *decode])
     assert sorted(scalar) == sorted([*of_trunk, *decode])
     assert lm_s == scalar_s == 16 / 4
+    assert trainings == 1, "before the one reading of the optimizer's step, of the trunk that both have"
 
 
 def test_the_stopwatch_gives_all_ranks_the_mean_or_the_slowest_of_those_that_work():
     first, second = run_distributed(_stopwatch_on_two_ranks, 2)
     assert first == second
-    mean_s, slowest_s, alone_s, median_s, part_s, rest_s, first_s, longer_s = first
+    mean_s, slowest_s, alone_s, median_s, part_s, rest_s, first_s, longer_s, behind_s = first
     assert (mean_s, slowest_s, alone_s, median_s) == (0.5, 0.75, 0.25, 2.0)
     assert (part_s, rest_s) == (0.25, 0.875)  # beyond 1/4 s on rank 0 and nothing on rank 1
     assert (first_s, longer_s) == (2.0, -1.25)
+    assert behind_s == pytest.approx(1e-6)

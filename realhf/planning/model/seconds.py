@@ -105,12 +105,13 @@ class RankSeconds:
 
     def _of_all_s(self, gradient: int) -> float:
         """Where all operators are in one mode."""
-        parameters = self.placed.elements()
-        # Half of the ring's bytes are gradients; the other half are parameters with ZeRO-1, else gradients too.
-        size_bytes = parameters * ((gradient + self.placed.item) / 2 if self.features.zero1 else gradient)
-        if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once
-            size_bytes = self.micro_batches * parameters * (2 * self.placed.item + gradient) / 2
-        return self._over_data("all_reduce")(size_bytes)
+        parameters, all_reduce = self.placed.elements(), self._over_data("all_reduce")
+        if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once: each half a ring
+            return all_reduce(self.micro_batches * parameters * (2 * self.placed.item + gradient) / 2)
+        if self.features.zero1:
+            reduced_s = self._over_data("reduce_scatter")(parameters * gradient)
+            return reduced_s + self._over_data("all_gather")(parameters * self.placed.item)
+        return all_reduce(parameters * gradient)
 
     def exchange(self, stage: int) -> Exchange:
         """What data parallelism exchanges on a stage where operators have modes of their own. Behind computation a

@@ -49,10 +49,10 @@ def test_a_layer_that_is_computed_again_gathers_once_more() -> None:
 
 
 def test_what_is_not_sharded_is_reduced_once_a_mini_batch() -> None:
-    """Replicated gradients by an all-reduce; with ZeRO-1 gradients and parameters in half of one each."""
+    """Replicated gradients by an all-reduce; with ZeRO-1 gradients are reduce-scattered and parameters gathered."""
     assert exchange().mini_batch_s(StageUnits(2, 100, 0, (), ())) == 2 * 100 * 4
-    assert exchange().mini_batch_s(StageUnits(2, 0, 100, (), ())) == 2 * 100 * (4 + 2) / 2
-    assert exchange().zero1_s(100) == 600
+    assert exchange().mini_batch_s(StageUnits(2, 0, 100, (), ())) == 100 * (3 * 4 + 1 * 2)
+    assert exchange().zero1_s(100) == 1400
     assert exchange().mini_batch_s(StageUnits(2, 0, 0, (), ())) == 0
 
 
@@ -68,7 +68,7 @@ def test_nothing_is_reduced_where_there_is_nothing() -> None:
     )  # fmt: skip
     assert late.zero1_s(0) == 0
     assert late.mini_batch_s(StageUnits(2, 0, 0, (), ())) == 0
-    assert late.mini_batch_s(StageUnits(2, 1, 1, (), ())) == 1004 + 1003
+    assert late.mini_batch_s(StageUnits(2, 1, 1, (), ())) == 1004 + (1004 + 1002)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,11 @@ def message(tokens: float, crosses: Crossings, parts: int = 1) -> float:
     return 19 + price("send", tokens * 64 * 4 / parts, crosses.pipeline)
 
 
+def zero1(elements: float, *place: float) -> float:
+    """Gradients of 4 bytes are reduce-scattered, parameters of 4 bytes gathered."""
+    return price("reduce_scatter", elements * 4, *place) + price("all_gather", elements * 4, *place)
+
+
 @pytest.mark.parametrize("crosses", CROSSES)
 def test_an_inference(crosses: Crossings) -> None:
     layer = price("layer", ROWS, ATTENDED, 2, False, crosses.tensor, False)
@@ -143,7 +148,7 @@ def test_a_training(crosses: Crossings, recomputation: str, layers: int | None, 
     last = 11 + 2 * layer + last_again * again + ends[1] + received
     # 41088 elements a layer, of which the norms' 128 are whole on both ranks, and 32 x 64 of the embedding.
     elements = 3 * (128 + 40960 // 2) + 32 * 64 // 2
-    exchanged = price("all_reduce", elements * 4, 2, crosses.data, crosses.data_per_node)
+    exchanged = zero1(elements, 2, crosses.data, crosses.data_per_node)
     expected = pipeline(2, first, last) + exchanged + price("optimizer", elements / 2) + 7 + 0.75
     found = rank(
         TRAIN_STEP,
@@ -156,16 +161,16 @@ def test_a_training(crosses: Crossings, recomputation: str, layers: int | None, 
 
 
 @pytest.mark.parametrize(
-    ("features", "elements_and_bytes"),
+    ("features", "bytes_by_kind"),
     [
-        # Gradients in fp32 and parameters in bf16: the mean of both halves of the ring.
-        ({"zero1": True}, 3.0),
-        ({"zero1": False}, 4.0),
+        # Gradients in fp32 and parameters in bf16.
+        ({"zero1": True}, {"reduce_scatter": 4, "all_gather": 2}),
+        ({"zero1": False}, {"all_reduce": 4}),
         # For two micro-batches two gathers of parameters and a reduction of gradients, each half of a ring.
-        ({"fully_sharded": True}, 2 * (2 * 2 + 4) / 2),
+        ({"fully_sharded": True}, {"all_reduce": 2 * (2 * 2 + 4) / 2}),
     ],
 )
-def test_what_a_training_exchanges_of_a_bf16_model(features: dict[str, bool], elements_and_bytes: float) -> None:
+def test_what_a_training_exchanges_of_a_bf16_model(features: dict[str, bool], bytes_by_kind: dict[str, float]) -> None:
     crosses = Crossings(False, True, False, 3)
     work = work_of(
         call("m", TINY, TRAIN_STEP, "x"),
@@ -175,7 +180,7 @@ def test_what_a_training_exchanges_of_a_bf16_model(features: dict[str, bool], el
         features=replace(ENGINE, **features),
     )
     elements = 4 * 41088 + 2 * 32 * 64 + 64
-    expected = price("all_reduce", elements * elements_and_bytes, 2, True, 3)
+    expected = sum(price(kind, elements * size, 2, True, 3) for kind, size in bytes_by_kind.items())
     assert RankSeconds(work, Priced(), crosses)._exchange_s() == pytest.approx(expected)  # type: ignore[arg-type]
 
 
@@ -185,7 +190,7 @@ def test_gradients_of_a_tied_embedding_are_summed_over_its_two_copies(pp: int, t
     strategy, crosses = ParallelStrategy(dp=2, tp=2, pp=pp), Crossings(False, False, True)
     seconds = rank(TRAIN_STEP, crosses, strategy, model=model)
     elements = seconds.placed.elements()
-    expected = price("all_reduce", elements * 4, 2, False, 1)
+    expected = zero1(elements, 2, False, 1)
     if tied and pp > 1:
         expected += price("all_reduce", 32 * 64 // 2 * 4, 2, True, 1)
     assert seconds._exchange_s() == pytest.approx(expected)

@@ -116,7 +116,7 @@ EXCHANGE = Exchange(
 def test_seconds_by_hand() -> None:
     pieces = (Piece(0, "q", 1.0, 40), Piece(0, "k", 1.0, 0), Piece(0, "gate", 0.5, 60), Piece(0, "gate", 0.5, 60))
     stage = StageUnits(2, 100, 200, (40, 60, 60), pieces)
-    replicated, zero1 = 2 * 100 * 4, 2 * 200 * (4 + 2) / 2
+    replicated, zero1 = 2 * 100 * 4, 200 * (3 * 4 + 1 * 2)
     gather, reduce = (40 + 60 + 60) * 2, 3 * (40 + 60 + 60) * 4
     assert EXCHANGE.mini_batch_s(stage) == replicated + zero1 + 5 * (2 * gather + reduce)
     again = replace(EXCHANGE, recomputes=frozenset({0}))

@@ -41,7 +41,7 @@ class Exchange:
         """All that the devices of a stage exchange.
 
         Replicated: an all-reduce of gradients. ZeRO-1: gradients are reduce-scattered and parameters all-gathered, once
-        a mini-batch, with the bytes of an all-reduce. Sharded: for every micro-batch parameters are gathered forward
+        a mini-batch. Sharded: for every micro-batch parameters are gathered forward
         and backward, within fully recomputed layers once more, and gradients reduce-scattered. The backward pass
         of an embedding needs no parameters.
         """
@@ -50,7 +50,9 @@ class Exchange:
 
     def zero1_s(self, elements: int) -> float:
         """Seconds to exchange a number of elements as ZeRO-1 does."""
-        return self.all_reduce(elements * (self.gradient + self.item) / 2) if elements else 0.0
+        if not elements:
+            return 0.0
+        return self.reduce_scatter(elements * self.gradient) + self.all_gather(elements * self.item)
 
     def sharded_s(self, elements: int, kind: str, part: float, *, recomputed: bool) -> float:
         """What a sharded unit of so many elements adds to a mini-batch, where what is in use before it is like it;
