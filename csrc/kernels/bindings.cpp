@@ -51,6 +51,7 @@ PYBIND11_MODULE(_cpu, m) {
         },
         Release());
     m.def("has_products", has_products);
+    m.def("use_matrices", use_matrices);
     m.def("packed_bytes", packed_bytes);
     m.def(
         "pack",
