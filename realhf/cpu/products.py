@@ -11,6 +11,11 @@ from realhf.cpu.native import DTYPES, kernels
 _HAS_PRODUCTS = kernels is not None and kernels.has_products()
 
 
+def has_products() -> bool:
+    """Whether this processor, and this build, has the kernel."""
+    return _HAS_PRODUCTS
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight [`out`, `width`] of `dtype` in the kernel's order; `data` is its memory."""

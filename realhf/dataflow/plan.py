@@ -22,6 +22,7 @@ from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.dataflow.rationale import Rationale
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, chunk_layers
 from realhf.geometry.micro_dp import contains, contains_home, grouped_like
+from realhf.geometry.reproducible import gradient_parts, unordered, unordered_training
 from realhf.geometry.shards import shard_boxes
 
 FORMAT = "execution-plan/1"
@@ -354,6 +355,13 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
             )
         per_mini_batch = definition.mini_batch_size(batch_size)
         definition.check_protocol(call.layout)
+        if definition.reproducible and definition.uses_model:
+            problem = unordered(definition.config, call.strategy)
+            if definition.trains:
+                parts = gradient_parts(per_mini_batch)
+                problem = problem or unordered_training(call.dp, call.micro_batches, parts)
+            if problem:
+                raise UserError(f"{name} under reproducible='layout': {problem}")
         parts = definition.parts(call.layout)
         if per_mini_batch % (parts * call.micro_batches):
             what = "dp" if definition.protocol is THREE_D_PROTO else f"parts of {definition.protocol.name}"

@@ -12,6 +12,10 @@ from realhf.architecture.model import DecoderConfig
 from realhf.gpu.host_numbers import on_device
 
 
+# In the data of a mini-batch, by sample [1]: which of the rank's parts of the gradient it belongs to, where that matters.
+PART = " part"
+
+
 @dataclass(frozen=True)
 class Packed:
     """Variable-length sequences laid end to end.

@@ -134,7 +134,8 @@ def _running_batch(
     """The samples `runs[place]`, with pages of their own."""
     weight, pp = next(decoder.parameters()), decoder.groups.layout.strategy.pp
     kernels = paged_kernels(weight, decoder.config.head_dim)
-    choice = TokenChoice(batch.select(runs[place]), request.of_samples(runs[place]), weight.device)
+    leaves = 0 if decoder.leaves is None else decoder.leaves.own * decoder.groups.layout.strategy.tp
+    choice = TokenChoice(batch.select(runs[place]), request.of_samples(runs[place]), weight.device, leaves)
     page = kernels.page
     largest = pages_for(int(choice.longest().max()), page)
     max_running = min(-(-len(batch) // max(request.micro_batches, pp)), len(runs[place]))
@@ -227,6 +228,13 @@ def packed_weights(decoder: Decoder) -> Iterator[None]:
     Those of one input become one product, and the decode step of a layer one kernel (`decode_layers`). It takes the
     memory of the linears' weights once more, and the time of about one decode step.
     """
+    if decoder.leaves is not None:
+        decoder.leaves.packed.keep()
+        try:
+            yield
+        finally:
+            decoder.leaves.packed.forget()
+        return
     joined = [m.joined for m in decoder.modules() if isinstance(m, SelfAttention | GatedMLP)]
     is_joined = {each for group in joined for each in group.linears}
     alone = [m for m in decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
