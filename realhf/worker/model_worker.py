@@ -19,6 +19,7 @@ from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelIn
 from realhf.dataflow.splits import Split
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch, moved
+from realhf.engine.exact_sums import use_exact_sums
 from realhf.engine.interface import CallResult
 from realhf.geometry.reproducible import gradient_parts
 from realhf.geometry.layout import Layout
@@ -100,6 +101,7 @@ class ModelWorker:
         self._reading = threading.Lock()  # guards the data sets: calls, and calls beside the devices, read them
         of_host = group_of_all_ranks(HOST, self._timeout_s) if device.type == "cuda" else None
         self._mailbox = Mailbox(self._store, self._timeout_s, of_host)
+        use_exact_sums(run.experiment.reproducible == "layout")
         self._interfaces = self._load_interfaces()
         self._models: dict[tuple[str, Layout], EngineModel] = {}
         self._moves = ParameterMoves(run, rank, device, self._groups, self._models)

@@ -16,12 +16,6 @@ from realhf.parallel.collectives import gathered
 from realhf.parallel.ordered import tree_sum
 
 _EMBEDDING = "model.embed_tokens.weight"
-_GRID = 2.0**30
-
-
-def exactly(value: float) -> float:
-    """`value` rounded to a grid on which sums up to 2^23 have no rounding, so that their order does not matter."""
-    return round(value * _GRID) / _GRID if math.isfinite(value) and abs(value) < 2**22 else value
 
 
 class OrderedGradient:

@@ -14,13 +14,14 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import Computation
 from realhf.engine.arena import view_in
 from realhf.engine.batch import Batch
+from realhf.engine.exact_sums import term
 from realhf.engine.forward import pack_for, run_stage
 from realhf.engine.interface import LossFunction, Stats
 from realhf.engine.pipeline import Neighbours, run_training
 from realhf.engine.returned import UnreadLoss, check_loss, read_losses
 from realhf.engine.train.data_parallel import Parameters, place_of
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
-from realhf.engine.train.ordered import OrderedGradient, exactly
+from realhf.engine.train.ordered import OrderedGradient
 from realhf.geometry.boxes import Box
 from realhf.geometry.pipeline_schedule import Pass
 from realhf.geometry.shards import counted_slices, shard_boxes
@@ -174,9 +175,7 @@ class Trainer:
             run_training(self.neighbours, counts, run, end_pass, **end_backward)
         sums = _Sums()
         for value, stats in read_losses(unread):
-            if self._ordered is not None:
-                value, stats = exactly(value), {key: (exactly(total), of) for key, (total, of) in stats.items()}
-            sums.add(value, stats)
+            sums.add(term(value), {key: (term(total), of) for key, (total, of) in stats.items()})
         return sums
 
     def _norm(self) -> float:
