@@ -40,6 +40,23 @@ void pack_units(int64_t out, int64_t in, Matrix weight, void* packed) {
     }
 }
 
+// As `pack_units`, of a weight whose columns lie one behind the other.
+template <class S>
+void pack_columns(int64_t out, int64_t in, Matrix weight, void* packed) {
+    const int64_t units = in / PER_UNIT<S>;
+    S* to = static_cast<S*>(packed);
+    for (int64_t first = 0; first < out; first += PANEL) {
+        const int64_t count = std::min(out - first, int64_t{PANEL});
+        for (int64_t u = 0; u < units; ++u, to += PANEL * PER_UNIT<S>) {
+            if (count < PANEL) std::memset(static_cast<void*>(to), 0, PANEL * PER_UNIT<S> * sizeof(S));
+            for (int64_t i = 0; i < PER_UNIT<S>; ++i) {
+                const S* const column = static_cast<const S*>(weight.data) + (u * PER_UNIT<S> + i) * weight.stride + first;
+                for (int64_t o = 0; o < count; ++o) to[o * PER_UNIT<S> + i] = column[o];
+            }
+        }
+    }
+}
+
 #if HAS_PRODUCTS
 
 // Sums of two registers a row, two registers of weights and one of x fill the 32 that there are.
@@ -279,9 +296,12 @@ int64_t packed_bytes(DType dtype, int64_t out, int64_t in) {
     return (out + PANEL - 1) / PANEL * PANEL * in * (dtype == DType::float32 ? 4 : 2);
 }
 
-void pack(DType dtype, int64_t out, int64_t in, Matrix weight, void* packed) {
+void pack(DType dtype, int64_t out, int64_t in, Matrix weight, bool by_columns, void* packed) {
     if (dtype == DType::float64) refuse();
-    (dtype == DType::float32 ? pack_units<float> : pack_units<BFloat16>)(out, in, weight, packed);
+    if (by_columns)
+        (dtype == DType::float32 ? pack_columns<float> : pack_columns<BFloat16>)(out, in, weight, packed);
+    else
+        (dtype == DType::float32 ? pack_units<float> : pack_units<BFloat16>)(out, in, weight, packed);
 }
 
 void product([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t out,

@@ -24,8 +24,9 @@ bool use_matrices(bool wanted);
 // Bytes of a packed weight [out, in].
 int64_t packed_bytes(DType dtype, int64_t out, int64_t in);
 
-// The weight [out, in] in that order. `in` of bfloat16 is even.
-void pack(DType dtype, int64_t out, int64_t in, Matrix weight, void* packed);
+// The weight [out, in] in that order; `by_columns`: the stride is from one column to the next, whose numbers are
+// contiguous. `in` of bfloat16 is even.
+void pack(DType dtype, int64_t out, int64_t in, Matrix weight, bool by_columns, void* packed);
 
 // y [rows, out] = x [rows, in] W^T + bias, and with `adds` y += that; sums in float32, rounded where torch's operators
 // round. Each number is one sum in the order of `in`, in matrix registers by blocks of 32, however many rows and outputs

@@ -23,7 +23,7 @@ from realhf.models.recomputation import run_layer
 from realhf.models.rotary import rotary_tables, rotate
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.joined import JoinedLinears
-from realhf.parallel.ordered import Leaves, column
+from realhf.parallel.ordered import Leaves, columns
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs
 from realhf.parallel.tensor import (
     ColumnParallelLinear,
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
         if self.leaves is None:
             return self.score(x)
         assert self.score.weight is not None
-        return column(x[None], self.score.weight, None, self.leaves)
+        return columns(x[None], self.leaves, (self.score.weight, None))[0]
 
     def head(self, x: Tensor) -> Tensor:
         """As `output`, with the logits complete on every tensor-parallel rank."""

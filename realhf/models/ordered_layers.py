@@ -13,7 +13,7 @@ from realhf.models.decoder import DecoderLayer, SelfAttention
 from realhf.models.mlp import ACTIVATIONS, GatedMLP, MixtureOfExperts, PlainMLP
 from realhf.models.norms import RMSNorm
 from realhf.models.rotary import rotate
-from realhf.parallel.ordered import Leaves, column, row
+from realhf.parallel.ordered import Leaves, columns, row
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 # torch computes what is left behind the last whole vectors by other instructions, which round otherwise.
@@ -36,7 +36,7 @@ class OrderedLayers:
 
     def _attention(self, of: SelfAttention, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
         x = self.leaves.enter(x)
-        q, k, v = (self._column(each, x).unflatten(-1, (-1, of.head_dim)) for each in (of.q_proj, of.k_proj, of.v_proj))
+        q, k, v = (out.unflatten(-1, (-1, of.head_dim)) for out in self._columns(x, of.q_proj, of.k_proj, of.v_proj))
         q, k = (rotate(self._of_heads(norm, each), cos, sin) for norm, each in ((of.q_norm, q), (of.k_norm, k)))
         return self._finished(of.o_proj, self._row(of.o_proj, attend(of.layer, q, k, v, of.window).flatten(-2)))
 
@@ -56,16 +56,16 @@ class OrderedLayers:
 
     def _inner(self, mlp: GatedMLP | PlainMLP, x: Tensor) -> Tensor:
         """The parts [own, rows, hidden] of the sum that is the output, from x [own, rows, hidden]."""
-        up, activation = self._column(mlp.up_proj, x), ACTIVATIONS[mlp.activation]
+        activation = ACTIVATIONS[mlp.activation]
         if isinstance(mlp, PlainMLP):
-            return self._row(mlp.down_proj, _in_vectors(activation, up))
-        gate = self._column(mlp.gate_proj, x)
+            return self._row(mlp.down_proj, _in_vectors(activation, *self._columns(x, mlp.up_proj)))
+        gate, up = self._columns(x, mlp.gate_proj, mlp.up_proj)
         if mlp.activation == "silu":
             return self._row(mlp.down_proj, fused.GatedSilu.apply(gate, up))
         return self._row(mlp.down_proj, _in_vectors(activation, gate) * up)
 
     def _experts(self, moe: MixtureOfExperts, x: Tensor) -> Tensor:
-        chosen, weights = moe.choose(self._column(moe.gate, x[None]))  # every rank has all of the gate
+        chosen, weights = moe.choose(*self._columns(x[None], moe.gate))  # every rank has all of the gate
         x, weights = self.leaves.enter(x), self.leaves.enter(weights)
         order = chosen.flatten().argsort(stable=True)  # rows of (token, choice) by expert
         rows = x.repeat_interleave(moe.config.per_token, dim=1)[:, order]
@@ -76,9 +76,10 @@ class OrderedLayers:
         by_token = given[:, order.argsort()].unflatten(1, chosen.shape)  # [own, tokens, per_token, hidden]
         return self.leaves.leave((by_token * weights[..., None]).sum(dim=2))
 
-    def _column(self, linear: ColumnParallelLinear, x: Tensor) -> Tensor:
-        assert linear.weight is not None, "the weight is not cut"
-        return column(x, linear.weight, linear.bias, self.leaves)
+    def _columns(self, x: Tensor, *linears: ColumnParallelLinear) -> list[Tensor]:
+        weights = [(linear.weight, linear.bias) for linear in linears if linear.weight is not None]
+        assert len(weights) == len(linears), "no weight is cut"
+        return columns(x, self.leaves, *weights)
 
     def _row(self, linear: RowParallelLinear, x: Tensor) -> Tensor:
         assert linear.weight is not None, "the weight is not cut"

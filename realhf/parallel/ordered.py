@@ -6,6 +6,7 @@ which a rank has neighbouring ones, and the parts are added along one tree.
 """
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,13 +64,13 @@ class PackedWeights:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias [rows, out] of x [rows, in] and weight [out, in]; every number is one sum over the inputs."""
+        if self._kept is None:
+            return product(x, weight, bias)
         key = weight.data_ptr(), weight.shape, weight.stride()
-        packed = None if self._kept is None else self._kept.get(key)
+        packed = self._kept.get(key)
         if packed is None:
-            packed = products.pack(_in_pairs(weight))
+            self._kept[key] = packed = products.pack(_in_pairs(weight))
             assert packed is not None, "processors and dtypes without the kernel are refused before"
-            if self._kept is not None:
-                self._kept[key] = packed
         return packed.product(_in_pairs(x), bias)
 
 
@@ -129,9 +130,9 @@ def _in_pairs(x: Tensor) -> Tensor:
     return F.pad(x, (0, 1)) if x.dtype == torch.bfloat16 and x.shape[1] % 2 else x
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`PackedWeights.product`, of a weight that is used once."""
-    return PackedWeights().product(x, weight)
+    return products.product_once(_in_pairs(x), _in_pairs(weight), bias)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -139,11 +140,12 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return product(grad.t().contiguous(), x.t())
 
 
-def column(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: Leaves) -> Tensor:
-    """x W^T + bias [rows, out], differentiable, of x [own, rows, in] that `Leaves.enter` made and this rank's outputs
-    [out, in] of a weight, `own` equal parts of them."""
-    made: Tensor = _Column.apply(x, weight, bias, leaves.packed)
-    return made
+def columns(x: Tensor, leaves: Leaves, *linears: tuple[Tensor, Tensor | None]) -> list[Tensor]:
+    """x W^T + bias [rows, out] for each weight and bias, differentiable, of x [own, rows, in] that `Leaves.enter` made
+    and this rank's outputs [out, in] of each weight, `own` equal parts of them."""
+    weights, biases = zip(*linears, strict=True)
+    made = _Columns.apply(x, leaves.packed, len(weights), *weights, *(bias for bias in biases if bias is not None))
+    return list(made)
 
 
 def row(x: Tensor, weight: Tensor, leaves: Leaves) -> Tensor:
@@ -162,28 +164,37 @@ def _given(weight: Tensor, gradient: Tensor) -> Tensor | None:
     return None
 
 
-class _Column(torch.autograd.Function):
+class _Columns(torch.autograd.Function):
+    """(x, packed, how many weights, the weights, their biases or none) -> the outputs of each."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedWeights) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight = weight
-        return packed.product(x[0], weight, bias)
+    def forward(ctx: Any, x: Tensor, packed: PackedWeights, count: int, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.weights, biases = parameters[:count], parameters[count:] or (None,) * count
+        ctx.has_biases, ctx.rows = bool(parameters[count:]), [len(weight) for weight in ctx.weights]
+        ctx.save_for_backward(x, *ctx.weights)
+        return tuple(packed.product(x[0], weight, bias) for weight, bias in zip(ctx.weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        of_x = None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, _, _, needs_weight, *_ = ctx.needs_input_grad
+        of_x, of_weights, of_biases = None, [None] * len(weights), []
         if needs_x:
-            parts = zip(grad.chunk(len(x), dim=-1), weight.chunk(len(x)), strict=True)
-            of_x = torch.stack([product(of_part, part.t()) for of_part, part in parts])
-        return (
-            of_x,
-            _given(ctx.weight, weight_gradient(grad, x[0])) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-            None,
-        )
+            # Part by part: of all weights the same part of the outputs.
+            parts = zip(*(grad.chunk(len(x), dim=-1) for grad in grads), strict=True)
+            rows = zip(*(weight.chunk(len(x)) for weight in weights), strict=True)
+            of_x = torch.stack([product(_joined(g, -1), _joined(w, 0).t()) for g, w in zip(parts, rows, strict=True)])
+        if needs_weight:
+            of_all = weight_gradient(_joined(grads, -1), x[0]).split(ctx.rows)
+            of_weights = [_given(weight, part) for weight, part in zip(ctx.weights, of_all, strict=True)]
+        if ctx.has_biases:
+            of_biases = [grad.sum(0) for grad in grads]
+        return of_x, None, None, *of_weights, *of_biases
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
 
 
 class _Row(torch.autograd.Function):
@@ -201,6 +212,8 @@ class _Row(torch.autograd.Function):
         needs_x, needs_weight, _, _ = ctx.needs_input_grad
         own = len(grads)
         of_x = of_weight = None
+        if own > 1 and grads.stride(0) == 0:  # of all parts the same: its numbers do not depend on what is beside them
+            grads, own = grads[:1], 1
         if needs_x:
             parts = zip(grads, weight.chunk(own, dim=-1), strict=True)
             of_x = torch.cat([product(grad, part.t()) for grad, part in parts], dim=-1)

@@ -228,23 +228,23 @@ def packed_weights(decoder: Decoder) -> Iterator[None]:
     Those of one input become one product, and the decode step of a layer one kernel (`decode_layers`). It takes the
     memory of the linears' weights once more, and the time of about one decode step.
     """
-    if decoder.leaves is not None:
-        decoder.leaves.packed.keep()
-        try:
-            yield
-        finally:
-            decoder.leaves.packed.forget()
-        return
     joined = [m.joined for m in decoder.modules() if isinstance(m, SelfAttention | GatedMLP)]
     is_joined = {each for group in joined for each in group.linears}
     alone = [m for m in decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     products = [*joined, *(m for m in alone if m not in is_joined)]
+    if decoder.leaves is not None and decoder.groups.tensor is not None:
+        products = []  # its layers have no kernel, and pack what they need
+    before = decoder.infers_layer
     try:
+        if decoder.leaves is not None:
+            decoder.leaves.packed.keep()
         for product in products:
             product.pack()
         decoder.infers_layer = decode_layers(decoder)
         yield
     finally:
-        decoder.infers_layer = None
+        decoder.infers_layer = before
         for product in products:
             product.unpack()
+        if decoder.leaves is not None:
+            decoder.leaves.packed.forget()
