@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.engine.batch import PART, Batch
 from realhf.engine.returned import InterfaceError
 from realhf.engine.train.data_parallel import Parameters, sum_over
 from realhf.parallel.collectives import gathered
 from realhf.parallel.ordered import tree_sum
 
-_EMBEDDING = "model.embed_tokens.weight"
+_GATHERED = 2**20  # elements that ranks exchange at a time
+_IN_CACHE = 2**16  # elements that stay in a core's cache from the first operation on them to the last
 
 
 class OrderedGradient:
@@ -72,7 +72,7 @@ class OrderedGradient:
         self._waiting = []
         if (group := self._groups.data) is not None:
             for vector in self._vectors():
-                for chunk in vector.flatten().split(OPTIMIZER_ELEMENTS):
+                for chunk in vector.flatten().split(_GATHERED):
                     chunk.copy_(tree_sum(gathered(chunk, group)))
         if self._tied:
             embedding = self.decoder.model.embed_tokens.weight.grad
@@ -91,7 +91,7 @@ class OrderedGradient:
         group, device = self._groups.model, self.parameters.gradient.device
         greatest = torch.zeros(1, dtype=torch.float64, device=device)
         for vector in counted:
-            greatest = torch.maximum(greatest, vector.abs().max().double())
+            greatest = torch.maximum(greatest, torch.stack(vector.aminmax()).abs().max().double())
         elements = torch.tensor([float(sum(map(len, counted)))], dtype=torch.float64, device=device)
         if group is not None:
             dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=group)
@@ -103,7 +103,7 @@ class OrderedGradient:
         grids = [2.0 ** max(exponent + number - 52, -1020), 2.0 ** max(exponent + 2 * number - 104, -1070)]
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for vector in counted:
-            for chunk in vector.split(OPTIMIZER_ELEMENTS):
+            for chunk in vector.split(_IN_CACHE):
                 rest = chunk.double().square_()
                 for place, grid in enumerate(grids):
                     rounded = (rest / grid).round_().mul_(grid)
