@@ -1,8 +1,8 @@
 """`reproducible="layout"`: the same bits under every plan, and what that costs.
 
 Pairs: jobs drawn from seeds (PPO and GRPO; models of several kinds, dense and with experts; float32 and bfloat16; 1 to
-4 workers), each of 6 steps under two plans; the digests of all weights and all statistics are equal in both, or the pair
-does not count. Cost: the median seconds of a step without the option over those with it, under one plan, runs in turn.
+4 workers), each of 6 steps under two plans; the digests of all weights and all statistics are equal in both, or the
+pair does not count. Cost: the median seconds of a step with the option over those without, under one plan, in turn.
 Real: 5 steps of GRPO of SmolLM2-135M-Instruct under six plans; the baseline is how many plans there are.
 `--quick` takes three pairs and their cost. Command:
 python benchmarks/reproducible.py --json benchmarks/results/reproducible.json
@@ -59,7 +59,7 @@ def pairs(folder: Path, data: Path, count: int) -> Iterator[dict]:
         plain = run(folder / f"{seed}-plain", drawn, plan, "--reproducible", "plan")
         costs[min(plan.num_devices, 2)].append(seconds(runs[0]) / seconds(plain))
         print(f"{drawn.name}: {equal} of {seed + 1} equal, {costs}", file=sys.stderr, flush=True)
-    yield case("pairs of plans with equal bits", equal, "pairs", baseline=count, ratio=None, target=count, holds=equal == count)
+    yield equal_case("pairs of plans with equal bits", equal, count)
     for workers, of_workers in sorted(costs.items()):
         cost = statistics.median(of_workers)
         what = f"step of small models, {'1 worker' if workers == 1 else 'several workers'}, with over without"
@@ -70,7 +70,16 @@ def run(folder: Path, drawn: Drawn, plan: ExecutionPlan, *words: str) -> list[di
     """The lines of the metrics of a job under a plan."""
     folder.mkdir()
     save_plan(plan, folder / "plan.json")
-    realhf("run", drawn.experiment, *drawn.words, *words, "--plan", str(folder / "plan.json"), "--run-dir", str(folder / "run"))
+    realhf(
+        "run",
+        drawn.experiment,
+        *drawn.words,
+        *words,
+        "--plan",
+        str(folder / "plan.json"),
+        "--run-dir",
+        str(folder / "run"),
+    )
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
@@ -99,16 +108,28 @@ def real(folder: Path) -> Iterator[dict]:
             realhf(
                 *("run", "grpo", "--model", str(model), "--data", str(train), *real_job.SUMS.words, "--dtype", dtype),
                 *("--steps", "5", "--batch-size", "16", "--mini-batches", "1", "--grpo.samples-per-prompt", "4"),
-                *("--grpo.max-new-tokens", "12", "--actor.lr", "1e-5", "--grpo.epochs", "1", "--reproducible", "layout"),
+                *(
+                    "--grpo.max-new-tokens",
+                    "12",
+                    "--actor.lr",
+                    "1e-5",
+                    "--grpo.epochs",
+                    "1",
+                    "--reproducible",
+                    "layout",
+                ),
                 *("--plan", str(at / "plan.json"), "--run-dir", str(at / "run")),
             )
             found.append([json.loads(line) for line in (at / "run/metrics.jsonl").read_text().splitlines()])
             print(f"{dtype}, plan {place}: {seconds(found[-1]):.1f} s a step", file=sys.stderr, flush=True)
-        equal = sum(results_of(each) == results_of(found[0]) for each in found)
-        count = len(found)
-        yield case(f"real model, {dtype}: plans with equal bits", equal, "plans", baseline=count, ratio=None, target=count, holds=equal == count)
-        kl = abs(found[0][0]["ref_kl"])
-        yield case(f"real model, {dtype}: KL before the first update", kl, "nats", baseline=None, ratio=None, target=0, holds=kl == 0)
+        equal, kl = sum(results_of(each) == results_of(found[0]) for each in found), abs(found[0][0]["ref_kl"])
+        yield equal_case(f"real model, {dtype}: plans with equal bits", equal, len(found))
+        name = f"real model, {dtype}: KL before the first update"
+        yield case(name, kl, "nats", baseline=None, ratio=None, target=0, holds=kl == 0)
+
+
+def equal_case(name: str, equal: int, count: int) -> dict:
+    return case(name, equal, "runs", baseline=count, ratio=None, target=count, holds=equal == count)
 
 
 def real_plans() -> list[ExecutionPlan]:

@@ -24,7 +24,13 @@ _KINDS = {
         *("--architecture.mlp", "plain", "--architecture.activation", "gelu_tanh", "--architecture.norm", "layer"),
         *("--architecture.positions", "learned", "--architecture.max-positions", "64", "--architecture.mlp-bias"),
     ),
-    "Gemma": ("--architecture.norm", "rms_plus_one", "--architecture.activation", "gelu_tanh", "--architecture.tied-embeddings"),
+    "Gemma": (
+        "--architecture.norm",
+        "rms_plus_one",
+        "--architecture.activation",
+        "gelu_tanh",
+        "--architecture.tied-embeddings",
+    ),
 }
 
 
@@ -50,7 +56,12 @@ def draw(seed: int, data: Path, largest: int = 4) -> Drawn:
     words += [*_KINDS[kind], "--dtype", dtype, "--reproducible", "layout", "--seed", str(seed), "--steps", str(STEPS)]
     words += ["--batch-size", str(BATCH), "--mini-batches", str(MINI_BATCHES), "--actor.lr", "2e-3"]
     words += ["--data", str(data / "prompts.jsonl"), "--tokenizer", str(data / "tokenizer.json")]
-    words += ["--reward", f"{Path(__file__).with_name('letters_reward.py')}:copied", f"--{experiment}.max-new-tokens", "9"]
+    words += [
+        "--reward",
+        f"{Path(__file__).with_name('letters_reward.py')}:copied",
+        f"--{experiment}.max-new-tokens",
+        "9",
+    ]
     graph = experiment_of(ready_file(experiment), tuple(words)).graph
     plans = _plan(chance, graph, largest), _plan(chance, graph, largest)
     name = f"{seed}: {experiment} {dtype}, {kind}, {heads}/{kv_heads} heads, {layers} layers"
@@ -71,8 +82,8 @@ def _plan(chance: random.Random, graph: DataflowGraph, largest: int) -> Executio
         ]
         dp, tp, pp = chance.choice(found)
         first = chance.randint(0, workers - dp * tp * pp)
-        micro_batches = _PARTS // dp if call.trains else chance.choice([count for count in (1, 2, 4) if BATCH % (dp * count) == 0])
+        micro_batches = (
+            _PARTS // dp if call.trains else chance.choice([count for count in (1, 2, 4) if BATCH % (dp * count) == 0])
+        )
         calls[name] = CallPlan(devices=(first, dp * tp * pp), dp=dp, tp=tp, pp=pp, micro_batches=micro_batches)
     return ExecutionPlan(num_devices=workers, calls=calls, max_steps_in_flight=1)
-
-

@@ -181,8 +181,7 @@ class ResolvedExperiment:
 
 
 def _reproducible(name: str, setup: ModelSetup) -> ModelSetup:
-    """The setup of a model whose results do not depend on the layout. Raises UserError for what they would depend on.
-    """
+    """The setup of a model whose results do not depend on the layout. Raises UserError for what depends on it."""
     says, compute, optimizer = f"model {name!r} under reproducible='layout': ", setup.compute, setup.optimizer
     if setup.backend != NATIVE:
         raise UserError(

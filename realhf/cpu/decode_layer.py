@@ -53,7 +53,11 @@ class LayerKernel:
         assert weights.qkv.out == (heads + 2 * kv_heads) * head_dim
         assert weights.gate_up.out == 2 * weights.down.width
         self._shape = kernels.LayerShape(
-            hidden=self.hidden, kv_heads=kv_heads, group=heads // kv_heads, head_dim=head_dim, inner=weights.down.width,
+            hidden=self.hidden,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            head_dim=head_dim,
+            inner=weights.down.width,
             leaves=weights.leaves,
         )
         self._addresses = kernels.LayerWeights(

@@ -17,7 +17,7 @@ class PackedPages:
     """
 
     def __init__(self, sequences: Sequence[tuple[np.ndarray, int]], rows: int):
-        """`sequences`: (rows of the tokens, how many of them do not attend); `rows` of the packing attend, each once."""
+        """`sequences`: (rows of the tokens, how many of them do not attend); each of `rows` rows attends once."""
         page = kernels.PAGE
         pages = [-(-len(tokens) // page) for tokens, _ in sequences]
         starts = np.concatenate([[0], np.cumsum(pages)])

@@ -1,5 +1,5 @@
-"""Sums of statistics that are the same in every order of their terms: for `reproducible="layout"`, under which ranks add
-up other terms than under another layout."""
+"""Sums of statistics that are the same in every order of their terms: for `reproducible="layout"`, since under another
+layout ranks add up other terms."""
 
 import torch
 from torch import Tensor

@@ -143,8 +143,8 @@ class Context(Protocol):
     """Training steps of the whole run."""
     micro_batches: int
     gradient_parts: int
-    """Parts of a mini-batch on this rank whose gradients are computed apart, of equal numbers of samples; 0: they may be
-    computed together."""
+    """Parts of a mini-batch on this rank, of equal numbers of samples, whose gradients are computed apart; 0: they may
+    be computed together."""
     decode_graphs: GraphLife | None
     """How long graphs of decode steps live, by the plan."""
     kv_cache_tokens: int | None

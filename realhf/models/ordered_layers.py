@@ -71,7 +71,11 @@ class OrderedLayers:
         rows = x.repeat_interleave(moe.config.per_token, dim=1)[:, order]
         counts = chosen.flatten().bincount(minlength=moe.config.count).tolist()
         parts = zip(moe.experts, rows.split(counts, dim=1), strict=True)
-        outputs = [self._inner(expert, part) for expert, part in parts if part.shape[1]]
+        outputs = []
+        for expert, part in parts:
+            assert isinstance(expert, GatedMLP)
+            if part.shape[1]:
+                outputs.append(self._inner(expert, part))
         given = torch.cat(outputs, dim=1) if outputs else rows
         by_token = given[:, order.argsort()].unflatten(1, chosen.shape)  # [own, tokens, per_token, hidden]
         return self.leaves.leave((by_token * weights[..., None]).sum(dim=2))

@@ -67,10 +67,9 @@ class PackedWeights:
         if self._kept is None:
             return product(x, weight, bias)
         key = weight.data_ptr(), weight.shape, weight.stride()
-        packed = self._kept.get(key)
-        if packed is None:
-            self._kept[key] = packed = products.pack(_in_pairs(weight))
-            assert packed is not None, "processors and dtypes without the kernel are refused before"
+        packed = self._kept.get(key) or products.pack(_in_pairs(weight))
+        assert packed is not None, "processors and dtypes without the kernel are refused before"
+        self._kept[key] = packed
         return packed.product(_in_pairs(x), bias)
 
 
@@ -179,7 +178,9 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, _, needs_weight, *_ = ctx.needs_input_grad
-        of_x, of_weights, of_biases = None, [None] * len(weights), []
+        of_x: Tensor | None = None
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        of_biases: list[Tensor | None] = []
         if needs_x:
             # Part by part: of all weights the same part of the outputs.
             parts = zip(*(grad.chunk(len(x), dim=-1) for grad in grads), strict=True)

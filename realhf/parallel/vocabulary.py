@@ -23,7 +23,6 @@ from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.ordered import Leaves
 from realhf.parallel.regions import gather_last_dim
 
-
 _MANY_ROWS = 2**40  # more than a tile has
 
 

@@ -21,8 +21,8 @@ from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch, moved
 from realhf.engine.exact_sums import use_exact_sums
 from realhf.engine.interface import CallResult
-from realhf.geometry.reproducible import gradient_parts
 from realhf.geometry.layout import Layout
+from realhf.geometry.reproducible import gradient_parts
 from realhf.models.checkpoint import snapshot
 from realhf.parallel.collectives import traffic
 from realhf.parallel.groups import GroupTable, group_of_all_ranks

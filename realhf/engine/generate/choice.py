@@ -63,7 +63,9 @@ class TokenChoice:
         drawn = self._draw(logits, sequences, lengths)
         if self.leaves:
             is_nan, temperature = drawn.logprobs.isnan(), self.options.temperature or 1.0
-            untruncated = logprobs_in_order(logits, drawn.tokens, temperature, self.leaves).masked_fill(is_nan, torch.nan)
+            untruncated = logprobs_in_order(logits, drawn.tokens, temperature, self.leaves).masked_fill(
+                is_nan, torch.nan
+            )
             is_whole = self.options.temperature == 0 or drawn.logprobs is drawn.untruncated
             drawn = replace(drawn, logprobs=untruncated if is_whole else drawn.logprobs, untruncated=untruncated)
         return replace(drawn, tokens=drawn.tokens.masked_fill(drawn.logprobs.isnan(), _NO_TOKEN))

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.cpu.decode_layer import LayerCache, LayerKernel, LayerWeights
 from realhf.cpu import products
+from realhf.cpu.decode_layer import LayerCache, LayerKernel, LayerWeights
 from realhf.cpu.products import PackedWeight
 from realhf.engine.generate.kv_cache import StepAttention
 from realhf.engine.generate.paged_attention import CppKernels
@@ -44,8 +44,8 @@ class DecodeLayers:
 
 
 def decode_layers(decoder: Decoder) -> Callable[..., Tensor] | None:
-    """The fused decode step of the layers, for a decoder with packed weights; where no layer has a kernel, what computes
-    its layers anyway. It is valid until they are unpacked."""
+    """The fused decode step of the layers, for a decoder with packed weights, valid until they are unpacked; where no
+    layer has a kernel, what computes the layers anyway."""
     kernels = {}
     for layer in decoder.model.layers.values():
         assert isinstance(layer, DecoderLayer)
@@ -97,4 +97,5 @@ def _by_parts(linear: RowParallelLinear, parts: int) -> Packed | None:
     ours = [part for part in packed if part is not None]
     if len(ours) < parts:
         return None
-    return PackedWeight(*linear.weight.shape, linear.weight.dtype, torch.cat([part.data for part in ours]))
+    out, width = linear.weight.shape
+    return PackedWeight(out, width, linear.weight.dtype, torch.cat([part.data for part in ours]))

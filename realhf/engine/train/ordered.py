@@ -28,12 +28,15 @@ class OrderedGradient:
     def __init__(self, parameters: Parameters):
         self.parameters, self.decoder = parameters, parameters.decoder
         self._groups = self.decoder.groups
-        trunk = self.decoder.model
-        self._looked_up: Tensor | None = None
-        self._tied = self.decoder.config.tied_embeddings and hasattr(trunk, "embed_tokens")
-        if self._tied and self._groups.is_first_stage and self._groups.is_last_stage:
-            self._looked_up = torch.zeros_like(trunk.embed_tokens.weight, dtype=parameters.gradient.dtype)
-            trunk.embed_tokens.own_sink = self._looked_up
+        self._tied: Tensor | None = None  # the gradient of a tied embedding
+        self._looked_up: Tensor | None = None  # its part by tokens that are looked up, where the head is here too
+        if self.decoder.config.tied_embeddings and (self._groups.is_first_stage or self._groups.is_last_stage):
+            embedding = self.decoder.model.embed_tokens
+            assert embedding.weight is not None, "a tied embedding is not cut"
+            self._tied = embedding.weight.grad
+            assert self._tied is not None, "gradients are attached before"
+            if self._groups.is_first_stage and self._groups.is_last_stage:
+                embedding.own_sink = self._looked_up = torch.zeros_like(self._tied)
         self._present: list[int] = []
         self._parts = 1
         self._next = 0
@@ -74,13 +77,11 @@ class OrderedGradient:
             for vector in self._vectors():
                 for chunk in vector.flatten().split(_GATHERED):
                     chunk.copy_(tree_sum(gathered(chunk, group)))
-        if self._tied:
-            embedding = self.decoder.model.embed_tokens.weight.grad
-            if self._looked_up is not None:
-                embedding += self._looked_up
-                self._looked_up.zero_()
-            elif self._groups.tied is not None:
-                sum_over(self._groups.tied, [embedding])
+        if self._tied is not None and self._looked_up is not None:
+            self._tied += self._looked_up
+            self._looked_up.zero_()
+        elif self._tied is not None and self._groups.tied is not None:
+            sum_over(self._groups.tied, [self._tied])
 
     def norm(self, counted: Sequence[Tensor]) -> float:
         """The Euclidean norm of the gradient's vectors `counted` on all ranks of the model.
