@@ -52,11 +52,12 @@ PYBIND11_MODULE(_cpu, m) {
         },
         Release());
     m.def("has_products", has_products);
+    m.def("use_matrices", use_matrices);
     m.def("packed_bytes", packed_bytes);
     m.def(
         "pack",
-        [](DType dtype, int64_t out, int64_t in, uintptr_t weight, int64_t stride, uintptr_t packed) {
-            pack(dtype, out, in, matrix(weight, stride), at<void>(packed));
+        [](DType dtype, int64_t out, int64_t in, uintptr_t weight, int64_t stride, bool by_columns, uintptr_t packed) {
+            pack(dtype, out, in, matrix(weight, stride), by_columns, at<void>(packed));
         },
         Release());
     m.def(
@@ -122,11 +123,12 @@ PYBIND11_MODULE(_cpu, m) {
         },
         Release());
     py::class_<LayerShape>(m, "LayerShape", py::module_local())
-        .def(py::init([](int64_t hidden, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t inner) {
-                 return LayerShape{hidden, {kv_heads, group, head_dim}, inner};
+        .def(py::init([](int64_t hidden, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t inner,
+                         int64_t leaves) {
+                 return LayerShape{hidden, {kv_heads, group, head_dim}, inner, leaves};
              }),
              py::kw_only(), py::arg("hidden"), py::arg("kv_heads"), py::arg("group"), py::arg("head_dim"),
-             py::arg("inner"))
+             py::arg("inner"), py::arg("leaves"))
         .def_property_readonly("buffer", &LayerShape::buffer);
     py::class_<LayerWeights>(m, "LayerWeights", py::module_local())
         .def(py::init([](uintptr_t input_norm, uintptr_t qkv, uintptr_t qkv_bias, uintptr_t output,

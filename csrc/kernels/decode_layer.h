@@ -13,14 +13,16 @@ struct LayerShape {
     int64_t hidden;
     Shape heads;
     int64_t inner;  // the MLP's
+    int64_t leaves = 1;  // equal parts of the inputs of `output` and `down`, whose products are added up in a tree
 
     int64_t query() const { return heads.kv_heads * heads.group * heads.head_dim; }
     int64_t qkv() const { return query() + 2 * heads.kv_heads * heads.head_dim; }
     // Elements of the buffer that a row needs.
-    int64_t buffer() const { return hidden + qkv() + query() + 2 * inner; }
+    int64_t buffer() const { return hidden + qkv() + query() + 2 * inner + (leaves > 1 ? leaves * hidden : 0); }
 };
 
-// Products are packed (`products.h`); qkv and gate_up are those of their parts, one behind the other.
+// Products are packed (`products.h`); qkv and gate_up are those of their parts, one behind the other. Each of the leaves
+// of output and down is packed alone.
 struct LayerWeights {
     const void *input_norm, *qkv, *qkv_bias, *output, *post_norm, *gate_up, *down;
     float epsilon;

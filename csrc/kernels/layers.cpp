@@ -130,6 +130,24 @@ INLINE void gated_silu_gradient_rows(int64_t rows, int64_t width, Matrix gate, M
 }
 
 template <class S>
+INLINE void add_tree_of(int64_t leaves, int64_t count, const void* vectors, void* to) {
+    constexpr int64_t MOST = 8;
+    if (leaves < 1 || leaves > MOST) throw std::invalid_argument("kernels: a tree of 1 to 8 vectors");
+    const S* const from = static_cast<const S*>(vectors);
+    S* const total = static_cast<S*>(to);
+    for_lanes(count, [&](int64_t i, int64_t lanes) INLINE_CALL {
+        Floats sums[MOST];
+        for (int64_t leaf = 0; leaf < leaves; ++leaf) sums[leaf] = loaded(from + leaf * count + i, lanes);
+        int64_t left = leaves;
+        for (; left > 1 && left % 2 == 0; left /= 2)
+            for (int64_t pair = 0; pair < left / 2; ++pair) sums[pair] = sums[2 * pair] + sums[2 * pair + 1];
+        for (int64_t leaf = 1; leaf < left; ++leaf) sums[0] += sums[leaf];
+        round_to<S>(sums[0]);
+        store(total + i, loaded(total + i, lanes) + sums[0], lanes);
+    });
+}
+
+template <class S>
 INLINE double square_sum_of(int64_t count, const void* numbers) {
     const S* const from = static_cast<const S*>(numbers);
     Doubles even = {}, odd = {};
@@ -165,6 +183,8 @@ ENTRY(void, rms_norm_gradient, rms_norm_gradient_rows,
 ENTRY(void, gated_silu_gradient, gated_silu_gradient_rows,
       (DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix grad, Matrix grad_gate, Matrix grad_up),
       rows, width, gate, up, grad, grad_gate, grad_up)
+ENTRY(void, add_tree, add_tree_of, (DType dtype, int64_t leaves, int64_t count, const void* vectors, void* to), leaves,
+      count, vectors, to)
 ENTRY(double, square_sum, square_sum_of, (DType dtype, int64_t count, const void* numbers), count, numbers)
 
 }  // namespace kernels

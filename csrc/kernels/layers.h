@@ -30,6 +30,10 @@ void rms_norm_gradient(DType dtype, int64_t rows, int64_t width, Matrix x, const
 void gated_silu_gradient(DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix grad,
                          Matrix grad_gate, Matrix grad_up);
 
+// to += the sum of `leaves` vectors of `count` numbers: of neighbours, then of these sums; an odd number of them from left
+// to right. Rounded once before it is added.
+void add_tree(DType dtype, int64_t leaves, int64_t count, const void* vectors, void* to);
+
 // The sum of the squares of `count` numbers, in float64.
 double square_sum(DType dtype, int64_t count, const void* numbers);
 

@@ -1,11 +1,16 @@
 #include "products.h"
 
 #include <algorithm>
+#include <vector>
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KERNELS_NO_CLONES)
+#include <cpuid.h>
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #define HAS_PRODUCTS 1
 #define FOR_PRODUCTS __attribute__((target("avx512vl,avx512bf16")))
+#define FOR_MATRICES __attribute__((target("avx512vl,avx512bf16,amx-tile,amx-bf16")))
 #else
 #define HAS_PRODUCTS 0
 #endif
@@ -30,6 +35,23 @@ void pack_units(int64_t out, int64_t in, Matrix weight, void* packed) {
                 const S* const row = static_cast<const S*>(weight.data) + (first + o) * weight.stride;
                 for (int64_t u = begin; u < end; ++u)
                     std::memcpy(to + u * PANEL + o, row + u * PER_UNIT<S>, sizeof(*to));
+            }
+        }
+    }
+}
+
+// As `pack_units`, of a weight whose columns lie one behind the other.
+template <class S>
+void pack_columns(int64_t out, int64_t in, Matrix weight, void* packed) {
+    const int64_t units = in / PER_UNIT<S>;
+    S* to = static_cast<S*>(packed);
+    for (int64_t first = 0; first < out; first += PANEL) {
+        const int64_t count = std::min(out - first, int64_t{PANEL});
+        for (int64_t u = 0; u < units; ++u, to += PANEL * PER_UNIT<S>) {
+            if (count < PANEL) std::memset(static_cast<void*>(to), 0, PANEL * PER_UNIT<S> * sizeof(S));
+            for (int64_t i = 0; i < PER_UNIT<S>; ++i) {
+                const S* const column = static_cast<const S*>(weight.data) + (u * PER_UNIT<S> + i) * weight.stride + first;
+                for (int64_t o = 0; o < count; ++o) to[o * PER_UNIT<S> + i] = column[o];
             }
         }
     }
@@ -141,12 +163,110 @@ FOR_PRODUCTS void product_of_block(int64_t first, int64_t end, int64_t out, Unit
     }
 }
 
+// Matrix registers (AMX): 16 rows of 64 bytes each.
+constexpr int64_t SIDE = 16, UNITS = 16;
+// With this number of rows, x stays in the second cache while all panels pass by.
+constexpr int64_t MATRIX_ROWS = 256;
+
+// Whether the processor has them, and the system lets this process use them.
+bool has_matrices() {
+    unsigned a, b, c, d;
+    const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+    return has && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+}
+
+bool uses_matrices = has_matrices();
+
+// Registers 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 a panel; `first` and `second` are rows of x.
+FOR_MATRICES void configure(int64_t first, int64_t second) {
+    alignas(64) struct {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } shapes;
+    for (const int i : {0, 1, 4}) shapes.rows[i] = static_cast<uint8_t>(first);
+    for (const int i : {2, 3, 5}) shapes.rows[i] = static_cast<uint8_t>(second);
+    for (const int i : {6, 7}) shapes.rows[i] = UNITS;
+    for (int i = 0; i < 8; ++i) shapes.bytes[i] = shapes.rows[i] ? 64 : 0;  // a register of no rows has no bytes
+    _tile_loadconfig(&shapes);
+}
+
+// Adds to the sums UNITS units of x by those of a panel.
+INLINE FOR_MATRICES void add_matrices(const uint32_t* x, int64_t stride, const uint32_t* panel, bool has_second) {
+    const long bytes = static_cast<long>(stride) * 4;
+    _tile_loadd(6, panel, PANEL * 4);
+    _tile_loadd(7, panel + LANES, PANEL * 4);
+    _tile_loadd(4, x, bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (!has_second) return;
+    _tile_loadd(5, x + SIDE * stride, bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+// `rows` rows, at most 2 SIDE, by one panel. The last units, fewer than UNITS, are in `rest`, filled up with zeros.
+FOR_MATRICES void matrix_tile(Units units, int64_t rows, Units rest, float (*sums)[PANEL]) {
+    const bool has_second = rows > SIDE;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (has_second) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    int64_t u = 0;
+    for (; u + UNITS <= units.count; u += UNITS)
+        add_matrices(units.x + u, units.stride, units.panel + u * PANEL, has_second);
+    if (u < units.count) add_matrices(rest.x, rest.stride, rest.panel, has_second);
+    _tile_stored(0, sums[0], sizeof(*sums));
+    _tile_stored(1, sums[0] + LANES, sizeof(*sums));
+    if (!has_second) return;
+    _tile_stored(2, sums[SIDE], sizeof(*sums));
+    _tile_stored(3, sums[SIDE] + LANES, sizeof(*sums));
+}
+
+// As `product_of`, of bfloat16. A sum goes over the inputs in blocks of 2 UNITS, in their order: the same for each row.
+FOR_MATRICES void product_of_matrices(int64_t rows, int64_t out, Units units, const Target<BFloat16>& target) {
+    const int64_t left = units.count % UNITS, whole = units.count - left;
+    std::vector<uint32_t> rest_x(static_cast<size_t>(left ? MATRIX_ROWS * UNITS : 0));
+    uint32_t rest_panel[UNITS * PANEL] = {};
+    float sums[2 * SIDE][PANEL];
+    const uint32_t* const panels = units.panel;
+    int64_t shaped = 0;
+    for (int64_t first = 0; first < rows; first += MATRIX_ROWS) {
+        const int64_t end = std::min(first + MATRIX_ROWS, rows);
+        for (int64_t row = first; left && row < end; ++row)
+            std::copy_n(units.x + row * units.stride + whole, left, &rest_x[(row - first) * UNITS]);
+        units.panel = panels;
+        for (int64_t column = 0; column < out; column += PANEL, units.panel += units.count * PANEL) {
+            if (left) std::copy_n(units.panel + whole * PANEL, left * PANEL, rest_panel);
+            for (int64_t row = first; row < end; row += 2 * SIDE) {
+                const int64_t count = std::min(end - row, 2 * SIDE);
+                if (count != shaped) configure(std::min(count, SIDE), std::max(count - SIDE, int64_t{0}));
+                shaped = count;
+                const Units of_rows{units.x + row * units.stride, units.stride, units.panel, units.count};
+                const uint32_t* const rest = left ? &rest_x[(row - first) * UNITS] : nullptr;
+                matrix_tile(of_rows, count, {rest, UNITS, rest_panel, UNITS}, sums);
+                for (int64_t r = 0; r < count; ++r)
+                    for (int64_t c = 0; c < PANEL && column + c < out; c += LANES) {
+                        Floats total;
+                        load(total, sums[r] + c);
+                        target.put(total, row + r, column + c, std::min(out - column - c, int64_t{LANES}));
+                    }
+            }
+        }
+    }
+    _tile_release();
+}
+
 template <class S>
 FOR_PRODUCTS void product_of(int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const void* bias,
                              bool adds, Matrix y) {
     const Units units{static_cast<const uint32_t*>(x.data), x.stride / PER_UNIT<S>,
                       static_cast<const uint32_t*>(packed), in / PER_UNIT<S>};
     const Target<S> target{static_cast<const S*>(bias), adds, y};
+    if constexpr (sizeof(S) == sizeof(BFloat16))
+        if (uses_matrices) return product_of_matrices(rows, out, units, target);
     const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     for (int64_t b = 0; b < blocks; ++b)
         product_of_block<S>(rows * b / blocks, rows * (b + 1) / blocks, out, units, target);
@@ -164,13 +284,24 @@ bool has_products() {
 #endif
 }
 
+bool use_matrices([[maybe_unused]] bool wanted) {
+#if HAS_PRODUCTS
+    return uses_matrices = wanted && has_matrices();
+#else
+    return false;
+#endif
+}
+
 int64_t packed_bytes(DType dtype, int64_t out, int64_t in) {
     return (out + PANEL - 1) / PANEL * PANEL * in * (dtype == DType::float32 ? 4 : 2);
 }
 
-void pack(DType dtype, int64_t out, int64_t in, Matrix weight, void* packed) {
+void pack(DType dtype, int64_t out, int64_t in, Matrix weight, bool by_columns, void* packed) {
     if (dtype == DType::float64) refuse();
-    (dtype == DType::float32 ? pack_units<float> : pack_units<BFloat16>)(out, in, weight, packed);
+    if (by_columns)
+        (dtype == DType::float32 ? pack_columns<float> : pack_columns<BFloat16>)(out, in, weight, packed);
+    else
+        (dtype == DType::float32 ? pack_units<float> : pack_units<BFloat16>)(out, in, weight, packed);
 }
 
 void product([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t out,

@@ -17,14 +17,20 @@ constexpr int PANEL = 2 * LANES;
 // Whether this processor computes them.
 bool has_products();
 
+// Whether products of bfloat16 are made in matrix registers (AMX) from now on: where the processor has them, unless they
+// are not `wanted`. Before the first call they are where the processor has them. Both ways round differently.
+bool use_matrices(bool wanted);
+
 // Bytes of a packed weight [out, in].
 int64_t packed_bytes(DType dtype, int64_t out, int64_t in);
 
-// The weight [out, in] in that order. `in` of bfloat16 is even.
-void pack(DType dtype, int64_t out, int64_t in, Matrix weight, void* packed);
+// The weight [out, in] in that order; `by_columns`: the stride is from one column to the next, whose numbers are
+// contiguous. `in` of bfloat16 is even.
+void pack(DType dtype, int64_t out, int64_t in, Matrix weight, bool by_columns, void* packed);
 
 // y [rows, out] = x [rows, in] W^T + bias, and with `adds` y += that; sums in float32, rounded where torch's operators
-// round. Each number is one sum in the order of `in`, however many rows there are. `bias` may be null.
+// round. Each number is one sum in the order of `in`, in matrix registers by blocks of 32, however many rows and outputs
+// there are. `bias` may be null.
 void product(DType dtype, int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const void* bias,
              bool adds, Matrix y);
 

@@ -5,6 +5,7 @@ from typing import cast
 
 from torch import Tensor
 
+from realhf.engine.exact_sums import as_term
 from realhf.engine.interface import Stats
 
 
@@ -30,5 +31,5 @@ def mean_of(x: Tensor) -> tuple[float, float]:
     The sum of a GPU's tensor stays there, as a scalar tensor that adds up like a number: those of a whole mini-batch
     are read together, so that the host does not wait for each micro-batch.
     """
-    total = x.detach().double().sum()
+    total = as_term(x).sum()
     return float(total) if total.device.type == "cpu" else cast(float, total), float(x.numel())

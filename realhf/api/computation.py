@@ -83,5 +83,5 @@ def open_choices(setup: ModelSetup) -> tuple[str, ...]:
 
 def _fixed(setup: ModelSetup) -> dict[str, Any]:
     states = None if setup.optimizer is None else setup.optimizer.offload_states
-    fields = {**vars(setup.compute), "offload_states": states}
+    fields = {**vars(setup.compute), "offload_states": states, "reproducible": setup.reproducible}
     return {field: value for field, value in fields.items() if value is not None}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from realhf.api.backends import NATIVE, implementation_of
-from realhf.architecture.compute import Computation, ComputeConfig
+from realhf.architecture.compute import Computation, ComputeConfig, Reproducible
 from realhf.architecture.model import DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
@@ -76,6 +76,7 @@ class ModelSetup:
     compute: choices that change time and memory, not the result; the plan makes those that are left open.
     follows: makes the parameters of a model that is not trained follow those of a trained one:
         `Follow("actor", eta=0.01, every_steps=1)`.
+    reproducible: that of the experiment, which overrides it.
     """
 
     checkpoint: str | None = None
@@ -86,6 +87,7 @@ class ModelSetup:
     backend: str = NATIVE
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     follows: Follow | None = None
+    reproducible: Reproducible = "plan"
 
     def __post_init__(self) -> None:
         files = ("index.json", "config.json")

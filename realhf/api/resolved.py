@@ -5,12 +5,14 @@ model generates, which follows it some steps behind.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
+from realhf.api.backends import NATIVE
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation, ModelSetup, OptimizerConfig
+from realhf.architecture.compute import Reproducible
 from realhf.architecture.transformers_config import check_backend
 from realhf.base.errors import UserError
 from realhf.base.numbers import STALENESS, check_range
@@ -42,6 +44,14 @@ class ResolvedExperiment:
     @property
     def steps(self) -> int:
         return int(self.source.steps)
+
+    @property
+    def reproducible(self) -> Reproducible:
+        """What results are the same bit by bit: runs of one plan, or those of every layout."""
+        chosen: Reproducible = getattr(self.source, "reproducible", "plan")
+        if chosen not in get_args(Reproducible):
+            raise UserError(f"reproducible={chosen!r} is not known; choose from {', '.join(get_args(Reproducible))}")
+        return chosen
 
     @cached_property
     def settings(self) -> AutoSettings:
@@ -92,6 +102,8 @@ class ResolvedExperiment:
         for model, follow in self._copies.items():
             copied = setups[follow.source]
             setups[model] = replace(copied, optimizer=None, with_optimizer=False, follows=follow)
+        if self.reproducible == "layout":
+            return {name: _reproducible(name, setup) for name, setup in setups.items()}
         return setups
 
     @cached_property
@@ -113,7 +125,7 @@ class ResolvedExperiment:
         """The graph of training, and those of evaluations."""
         graphs: dict[Split, DataflowGraph] = {"train": self.graph}
         for split, evaluation in self.evaluations.items():
-            graphs[split] = DataflowGraph(evaluation.rpcs, evaluation.dataset.keys)
+            graphs[split] = DataflowGraph(self._marked(evaluation.rpcs), evaluation.dataset.keys)
         return graphs
 
     def stale(self, staleness: int) -> "ResolvedExperiment":
@@ -156,12 +168,35 @@ class ResolvedExperiment:
                 f"staleness {self.staleness} makes a model {min(taken)!r}, and the experiment has one of this name; "
                 "give that another name, or take a staleness of 0"
             )
-        return [
+        return self._marked(
             replace(call, name=call.name, model_name=copy_of[call.model_name])
             if call.generates and call.model_name in copy_of
             else call
             for call in calls
-        ]
+        )
+
+    def _marked(self, calls: Iterable[ModelFunctionCallDef]) -> list[ModelFunctionCallDef]:
+        """The calls, which say whether their results depend on the layout."""
+        return [replace(call, reproducible=self.reproducible == "layout") for call in calls]
+
+
+def _reproducible(name: str, setup: ModelSetup) -> ModelSetup:
+    """The setup of a model whose results do not depend on the layout. Raises UserError for what depends on it."""
+    says, compute, optimizer = f"model {name!r} under reproducible='layout': ", setup.compute, setup.optimizer
+    if setup.backend != NATIVE:
+        raise UserError(
+            f"{says}backend={setup.backend!r} adds up in orders of its own; choose backend={NATIVE!r}, or leave "
+            "reproducible out"
+        )
+    if setup.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"{says}its kernels have no dtype {setup.dtype}; choose float32 or bfloat16")
+    if compute.data_parallel == "fsdp" or compute.sequence_parallel or (optimizer and not optimizer.fp32_gradients):
+        raise UserError(
+            f"{says}data_parallel='fsdp', sequence_parallel and fp32_gradients=False add up in orders of the layout; "
+            "leave them out"
+        )
+    fixed = replace(compute, data_parallel="zero1", sequence_parallel=False)
+    return replace(setup, compute=fixed, reproducible="layout")
 
 
 def _setups(calls: Sequence[ModelFunctionCallDef], given: Mapping[str, ModelSetup]) -> dict[str, ModelSetup]:

@@ -14,6 +14,7 @@ ModeRules = tuple[tuple[str, str], ...]
 OfAll = Literal["zero1", "fsdp"]
 DataParallel = OfAll | ModeRules
 Recomputation = Literal["off", "selective", "full"]
+Reproducible = Literal["plan", "layout"]
 MOST_IN_ONE_MODE = 1024  # slices of an operator, in a text
 
 
@@ -55,6 +56,7 @@ class Computation:
     recomputed_layers: the number of layers that are recomputed, the first of each model chunk; the others keep all
         activations. None: all layers.
     offload_states: optimizer states and master copy lie in host memory between optimizer steps.
+    reproducible: "layout": the bits of all results are the same under every layout; "plan": under every run of one.
     """
 
     data_parallel: DataParallel = "zero1"
@@ -63,6 +65,7 @@ class Computation:
     recomputation: Recomputation = "off"
     recomputed_layers: int | None = None
     offload_states: bool = False
+    reproducible: Reproducible = "plan"
 
     def __post_init__(self) -> None:
         _check(self)

@@ -13,7 +13,8 @@ from realhf.cpu.products import PackedWeight
 class LayerWeights:
     """The weights of a layer with RMS norms, rotary positions and a gated SiLU MLP, all of one dtype.
 
-    Norms are [hidden]; `qkv_bias` has the biases of query, key and value end to end, None if there are none.
+    Norms are [hidden]; `qkv_bias` has the biases of query, key and value end to end, None if there are none. `leaves`:
+    equal parts of the inputs of `output` and `down`, each packed alone, whose products are added up in a tree.
     """
 
     input_norm: Tensor
@@ -24,6 +25,7 @@ class LayerWeights:
     gate_up: PackedWeight
     down: PackedWeight
     epsilon: float
+    leaves: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,12 @@ class LayerKernel:
         assert weights.qkv.out == (heads + 2 * kv_heads) * head_dim
         assert weights.gate_up.out == 2 * weights.down.width
         self._shape = kernels.LayerShape(
-            hidden=self.hidden, kv_heads=kv_heads, group=heads // kv_heads, head_dim=head_dim, inner=weights.down.width
+            hidden=self.hidden,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            head_dim=head_dim,
+            inner=weights.down.width,
+            leaves=weights.leaves,
         )
         self._addresses = kernels.LayerWeights(
             input_norm=weights.input_norm.data_ptr(),

@@ -11,6 +11,11 @@ from realhf.cpu.native import DTYPES, kernels
 _HAS_PRODUCTS = kernels is not None and kernels.has_products()
 
 
+def has_products() -> bool:
+    """Whether this processor, and this build, has the kernel."""
+    return _HAS_PRODUCTS
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight [`out`, `width`] of `dtype` in the kernel's order; `data` is its memory."""
@@ -48,11 +53,25 @@ def pack(weight: Tensor) -> PackedWeight | None:
     is_taken = _HAS_PRODUCTS and weight.device.type == "cpu" and weight.dtype in DTYPES
     if not is_taken or (weight.dtype == torch.bfloat16 and width % 2):
         return None
-    weight = weight.detach()
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
     dtype = DTYPES[weight.dtype]
     data = empty_in_huge_pages((kernels.packed_bytes(dtype, out, width),), torch.uint8)
-    kernels.pack(dtype, out, width, weight.data_ptr(), weight.stride(0), data.data_ptr())
+    return _packed_into(data, weight.detach())
+
+
+def product_once(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`PackedWeight.product` of a weight that `pack` takes, and that no other product uses."""
+    data = torch.empty(kernels.packed_bytes(DTYPES[weight.dtype], *weight.shape), dtype=torch.uint8)
+    return _packed_into(data, weight).product(x, bias)
+
+
+def _packed_into(data: Tensor, weight: Tensor) -> PackedWeight:
+    (out, width), (of_rows, of_columns) = weight.shape, weight.stride()
+    by_columns = of_rows == 1 and of_columns != 1
+    if not by_columns and of_columns != 1:
+        weight = weight.contiguous()
+        of_rows, of_columns = weight.stride()
+    stride = of_columns if by_columns else of_rows
+    kernels.pack(DTYPES[weight.dtype], out, width, weight.data_ptr(), stride, by_columns, data.data_ptr())
     return PackedWeight(out, width, weight.dtype, data)
 
 

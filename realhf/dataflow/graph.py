@@ -41,6 +41,7 @@ class ModelFunctionCallDef:
     mini_batches: how many optimizer steps a train_step call makes on the batch.
     protocol: which device gets which part of the batch, and whose outputs are taken (HybridFlow, section 4.1).
         Protocols other than 3D_PROTO are for interfaces that do not use the model (`InterfaceConfig.uses_model`).
+    reproducible: its results have the same bits under every layout; the experiment's `reproducible` says so.
     """
 
     model_name: str = ""
@@ -52,6 +53,7 @@ class ModelFunctionCallDef:
     mini_batches: int = 1
     protocol: TransferProtocol = THREE_D_PROTO
     name: str = ""
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         self._check_model()

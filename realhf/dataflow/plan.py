@@ -22,6 +22,7 @@ from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.dataflow.rationale import Rationale
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, chunk_layers
 from realhf.geometry.micro_dp import contains, contains_home, grouped_like
+from realhf.geometry.reproducible import gradient_parts, unordered, unordered_training
 from realhf.geometry.shards import shard_boxes
 
 FORMAT = "execution-plan/1"
@@ -359,6 +360,8 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
             )
         per_mini_batch = definition.mini_batch_size(batch_size)
         definition.check_protocol(call.layout)
+        if definition.reproducible and definition.uses_model:
+            _check_reproducible(name, definition, call, per_mini_batch)
         parts = definition.parts(call.layout)
         if per_mini_batch % (parts * call.micro_batches):
             what = "dp" if definition.protocol is THREE_D_PROTO else f"parts of {definition.protocol.name}"
@@ -378,6 +381,15 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
     ):
         raise UserError(problem)
     check_offload(plan.offload, graph)
+
+
+def _check_reproducible(name: str, definition: ModelFunctionCallDef, call: CallPlan, per_mini_batch: int) -> None:
+    """Raises UserError for a layout under which the call's results would have other bits than under others."""
+    problem = unordered(definition.config, call.strategy)
+    if definition.trains:
+        problem = problem or unordered_training(call.dp, call.micro_batches, gradient_parts(per_mini_batch))
+    if problem:
+        raise UserError(f"{name} under reproducible='layout': {problem}")
 
 
 def check_confined(plan: ExecutionPlan, graph: DataflowGraph) -> None:

@@ -11,6 +11,10 @@ from torch import Tensor
 from realhf.architecture.model import DecoderConfig
 from realhf.gpu.host_numbers import on_device
 
+# In the data of a mini-batch, by sample [2], where it matters: which of the rank's parts of the gradient it belongs to,
+# and how many the rank has.
+PART = " part"
+
 
 @dataclass(frozen=True)
 class Packed:

@@ -1,5 +1,7 @@
 """The forward pass of this rank's stage on packed micro-batches, and the pipelined pass without gradients."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,12 @@ def run_stage(
     return decoder(x, micro_batch.positions, micro_batch.attend, micro_batch.restore, shards, recomputed, chunk)
 
 
+def pack_for(decoder: Decoder, sequences: Sequence[Tensor], device: torch.device) -> PackedMicroBatch:
+    """Sequences [length] each, packed as the decoder computes them."""
+    shares, in_order = decoder.shares_prefixes, decoder.leaves is not None
+    return pack_micro_batch(sequences, device, shares_prefixes=shares, in_order=in_order)
+
+
 @torch.no_grad()
 def forward(
     decoder: Decoder,
@@ -49,8 +57,8 @@ def forward(
     """
     places = batch.balanced(tokens_key, micro_batches)
     parts = [batch.select(chosen) for chosen in places]
-    device, shares_prefixes = neighbours.like.device, decoder.shares_prefixes
-    packed = [pack_micro_batch(part.data[tokens_key], device, shares_prefixes=shares_prefixes) for part in parts]
+    device = neighbours.like.device
+    packed = [pack_for(decoder, part.data[tokens_key], device) for part in parts]
     outputs: dict[str, dict[int, Tensor]] = {}  # by place in the batch
 
     def run(forward: Pass, hidden: Tensor | None) -> Tensor | None:

@@ -142,6 +142,9 @@ class Context(Protocol):
     steps: int
     """Training steps of the whole run."""
     micro_batches: int
+    gradient_parts: int
+    """Parts of a mini-batch on this rank, of equal numbers of samples, whose gradients are computed apart; 0: they may
+    be computed together."""
     decode_graphs: GraphLife | None
     """How long graphs of decode steps live, by the plan."""
     kv_cache_tokens: int | None

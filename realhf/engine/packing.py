@@ -44,12 +44,13 @@ class SharedPrefix:
 
 
 def pack_micro_batch(
-    sequences: Sequence[Tensor], device: torch.device, *, shares_prefixes: bool = False
+    sequences: Sequence[Tensor], device: torch.device, *, shares_prefixes: bool = False, in_order: bool = False
 ) -> PackedMicroBatch:
     """Packs tensors [length] of tokens; none may be empty.
 
     With `shares_prefixes`, on the CPU: a common prefix of neighbours (the prompt of a group of responses) is computed
-    once. The gradient of such a token is the sum over its sequences, as it is without sharing.
+    once. The gradient of such a token is the sum over its sequences, as it is without sharing. `in_order`: see
+    `PackedAttention`.
     """
     prefixes = shared_prefixes(sequences) if shares_prefixes and device.type == "cpu" else []
     # Whole sequences and prefixes in order of length, then the rests behind prefixes, in order of the prefix's length
@@ -85,7 +86,9 @@ def pack_micro_batch(
         torch.cat([tokens[0].new_zeros(padding), *tokens]).to(device),
         on_device(_joined(positions), device),
         restore,
-        PrefixedAttention(whole, suffixes) if prefixes else PackedAttention(whole),
+        PrefixedAttention(whole, suffixes, in_order=in_order)
+        if prefixes
+        else PackedAttention(whole, in_order=in_order),
     )
 
 

@@ -128,10 +128,12 @@ def run_training(
     token_counts: Sequence[int],
     forward: Callable[[Pass, Tensor | None], Tensor],
     end_pass: EndPass = no_end,
+    end_backward: Callable[[int], None] = lambda micro_batch: None,
 ) -> None:
     """Runs forward and backward of all micro-batches.
 
     As `run_forward`, but `forward` builds a graph and returns the scalar loss on the last virtual stage.
+    `end_backward` is called with the micro-batch after each backward pass; these come in the order of micro-batches.
     `realhf.geometry.pipeline_schedule.training_order` says how many graphs live at most.
     """
     strategy, stage = neighbours.groups.layout.strategy, neighbours.groups.stage
@@ -146,6 +148,7 @@ def run_training(
             return graphs[key][1]
         hidden, output = graphs.pop(key)
         torch.autograd.backward(output, received)
+        end_backward(run.micro_batch)
         return None if hidden is None else hidden.grad
 
     steps = training_steps(strategy.pp, strategy.chunks, len(token_counts))[stage]

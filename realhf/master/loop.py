@@ -422,7 +422,9 @@ def _parts(planned: PlannedGraph, call: ModelFunctionCallDef, step: int, directo
     """How the samples of a call are divided over its ranks; None until the lengths that decide it are known."""
     key = length_key(planned.graph, call)
     lengths: Mapping[int, int] | None = None
-    if key is not None:
+    if call.reproducible:
+        pass  # the parts of the batch are neighbours, whatever the layout
+    elif key is not None:
         lengths = directory.lengths(key, planned.samples(step))
         if lengths is None:
             return None

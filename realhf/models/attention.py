@@ -1,14 +1,17 @@
 """Causal attention over packed sequences: the one seam between the decoder and its kernels."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from realhf.cpu.ordered_attention import PackedPages
 from realhf.models.attention_kernels import (
     boundaries,
     flash_attention,
@@ -32,13 +35,17 @@ class PackedAttention:
 
     If the machine has a kernel for packed sequences (`realhf.models.attention_kernels`), one call takes all of them.
     Else neighbours of equal length go through one call, so a batch in order of length takes one call for each length.
+    With `in_order`, on the CPU, numbers are those of decode steps, bit by bit.
     """
 
-    def __init__(self, lengths: Sequence[int]):
+    def __init__(self, lengths: Sequence[int], *, in_order: bool = False):
         self.lengths = list(lengths)
+        self.in_order = in_order
         self._cu_seqlens: Tensor | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        if self.in_order:
+            return attend_in_order(self.pages, partial(self._by_length, window=window), query, key, value, window)
         here = machine(query.device.type)
         match packed_kernel(here, query.dtype, query.shape[-1], window):
             case "flash-attn":
@@ -47,6 +54,13 @@ class PackedAttention:
                 return torch_varlen_attention(query, key, value, *self._borders(query.device), window, here.varlen)
             case "scaled dot products":
                 return self._by_length(query, key, value, window)
+
+    @cached_property
+    def pages(self) -> PackedPages:
+        """The places of the sequences' keys and values, for all layers."""
+        ends = np.cumsum(self.lengths)
+        rows = [(np.arange(end - length, end), 0) for end, length in zip(ends, self.lengths, strict=True)]
+        return PackedPages(rows, int(ends[-1]))
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -70,6 +84,33 @@ class PackedAttention:
             q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in qkv)  # [sequences, heads, length, head_dim]
             parts.append(_causal(q, k, v, window).transpose(1, 2).flatten(0, 1))
         return torch.cat(parts).to(dtype)
+
+
+def attend_in_order(
+    pages: PackedPages, fast: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, window: int | None
+) -> Tensor:
+    """The attention of `pages`, with the gradients of `fast`, which computes the same up to rounding."""
+    if torch.is_grad_enabled() and query.requires_grad:
+        attended: Tensor = _InOrder.apply(query, key, value, pages, fast, window)
+        return attended
+    return pages.attend(query, key, value, window)
+
+
+class _InOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pages: PackedPages, fast: Any, window: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.fast = fast
+        return pages.attend(query, key, value, window)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            return *torch.autograd.grad(ctx.fast(*inputs), inputs, grad), None, None, None
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

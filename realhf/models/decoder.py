@@ -23,6 +23,7 @@ from realhf.models.recomputation import run_layer
 from realhf.models.rotary import rotary_tables, rotate
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.joined import JoinedLinears
+from realhf.parallel.ordered import Leaves, columns
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs
 from realhf.parallel.tensor import (
     ColumnParallelLinear,
@@ -108,6 +109,8 @@ class Decoder(nn.Module):
         self.trains_layer: Callable[..., Tensor] | None = None
         # As `trains_layer`, in passes without gradients.
         self.infers_layer: Callable[..., Tensor] | None = None
+        # The sums of divided products, where their bits must not depend on the layout (`realhf.parallel.ordered`).
+        self.leaves: Leaves | None = None
         # Whether common prefixes of sequences may be computed once (`realhf.models.prefixed_attention`).
         self.shares_prefixes = all(config.window(layer) is None for layer in range(config.num_layers))
         self.chunks = chunk_layers(config.num_layers, strategy, groups.stage)
@@ -179,14 +182,20 @@ class Decoder(nn.Module):
         """Applies the final norm and the head to hidden states [tokens, hidden] of the last stage: see `forward`."""
         x = self.model.norm(x)
         if self.config.head == "scalar":
-            values = gather_outputs(self.score(x).squeeze(-1), shards)  # [tokens]
+            values = gather_outputs(self._scores(x).squeeze(-1), shards)  # [tokens]
             return values if rows is None else values.index_select(0, rows)
-        x = enter(x, self.groups.tensor, shards)
+        x = enter(x, self.groups.tensor, shards) if self.leaves is None else x
         x = x if rows is None else x.index_select(0, rows)
         if self.config.tied_embeddings:
             assert self.model.embed_tokens.weight is not None, "a tied embedding is not cut"
-            return Logits(x, self.model.embed_tokens.weight, self.groups.tensor)
-        return Logits(x, self.lm_head.weights(), self.groups.tensor, self.lm_head.packed)
+            return Logits(x, self.model.embed_tokens.weight, self.groups.tensor, leaves=self.leaves)
+        return Logits(x, self.lm_head.weights(), self.groups.tensor, self.lm_head.packed, leaves=self.leaves)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        if self.leaves is None:
+            return self.score(x)
+        assert self.score.weight is not None
+        return columns(x[None], self.leaves, (self.score.weight, None))[0]
 
     def head(self, x: Tensor) -> Tensor:
         """As `output`, with the logits complete on every tensor-parallel rank."""

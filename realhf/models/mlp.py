@@ -22,7 +22,7 @@ _ROWS_AT_ONCE = 512
 
 
 _aten = torch.ops.aten
-_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -43,7 +43,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        activated = _ACTIVATIONS[activation](gate)
+        activated = ACTIVATIONS[activation](gate)
         ctx.save_for_backward(gate, up, activated)
         ctx.activation = activation
         return activated * up
@@ -82,7 +82,7 @@ class GatedMLP(nn.Module):
         if self.activation == "silu" and fused.trains(gate, up):
             return self.down_proj(fused.GatedSilu.apply(gate, up), shards)
         if is_better_alone(x):
-            return self.down_proj(_ACTIVATIONS[self.activation](gate) * up, shards)
+            return self.down_proj(ACTIVATIONS[self.activation](gate) * up, shards)
         return self.down_proj(_Gated.apply(gate, up, self.activation), shards)
 
 
@@ -97,7 +97,7 @@ class PlainMLP(nn.Module):
         self.down_proj = RowParallelLinear((hidden, inner // tp), group, bias=bias)
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
-        inner = _ACTIVATIONS[self.activation](self.up_proj(enter(x, self.group, shards)))
+        inner = ACTIVATIONS[self.activation](self.up_proj(enter(x, self.group, shards)))
         return self.down_proj(inner, shards)
 
 
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = nn.ModuleList(GatedMLP(config, tp, None) for _ in range(config.experts.count))
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
-        chosen, weights = self._route(x)  # [tokens, per_token] each
+        chosen, weights = self.choose(self.gate(x))  # [tokens, per_token] each
         chosen = gather_outputs(chosen, shards)
         # A rank has only its part of the experts' outputs, so only a part of these two gradients.
         x, weights = enter(x, self.group, shards), enter(weights, self.group, shards)
@@ -128,13 +128,13 @@ class MixtureOfExperts(nn.Module):
         by_token = given[order.argsort()].unflatten(0, chosen.shape)  # [tokens, per_token, hidden]
         return leave((by_token * weights[..., None]).sum(dim=1), self.group, shards)
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.gate(x)  # [tokens, experts]
-        probabilities = logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token and their weights, [tokens, per_token] each, from logits [tokens, experts]."""
+        probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         weights, chosen = probabilities.topk(self.config.per_token, dim=-1)
         if self.config.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        return chosen, weights.to(x.dtype)
+        return chosen, weights.to(logits.dtype)
 
 
 def feed_forward(config: DecoderConfig, tp: int, group: dist.ProcessGroup | None) -> nn.Module:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.models.attention import PackedAttention
+from realhf.cpu.ordered_attention import PackedPages
+from realhf.models.attention import PackedAttention, attend_in_order
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,9 @@ class PrefixedAttention:
     they are neighbours, and so are their prefixes. For the scaled dot products of torch, without windows.
     """
 
-    def __init__(self, lengths: Sequence[int], suffixes: Sequence[Suffix]):
+    def __init__(self, lengths: Sequence[int], suffixes: Sequence[Suffix], *, in_order: bool = False):
         self.whole = PackedAttention(lengths)
+        self.in_order = in_order
         self.suffixes = list(suffixes)
         self._starts = [0, *accumulate(lengths)]
         self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
@@ -48,6 +51,24 @@ class PrefixedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         assert window is None, "shared prefixes are for attention without windows"
+        if self.in_order:
+            return attend_in_order(self.pages, self._by_length, query, key, value, window)
+        return self._by_length(query, key, value)
+
+    @cached_property
+    def pages(self) -> PackedPages:
+        """See `PackedAttention.pages`."""
+        starts, rows = self._starts, []
+        for first, length in zip(starts, self.whole.lengths, strict=False):
+            rows.append((np.arange(first, first + length), 0))
+        end = starts[-1]
+        for suffix in self.suffixes:
+            prefix = rows[suffix.prefix][0]
+            rows.append((np.concatenate([prefix, np.arange(end, end + suffix.length)]), len(prefix)))
+            end += suffix.length
+        return PackedPages(rows, end)
+
+    def _by_length(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         dtype = query.dtype
         if dtype == torch.bfloat16 and torch.is_grad_enabled() and query.requires_grad:
             # As in `PackedAttention`: the CPU kernel's backward pass is slow in bfloat16.
@@ -55,7 +76,7 @@ class PrefixedAttention:
         sizes = [self._starts[-1], *(length * len(prefixes) for _, length, prefixes in self.runs)]
         # Split, not sliced: the gradient of a slice is as large as the whole tensor.
         (q, *queries), (k, *keys), (v, *values) = (x.split(sizes) for x in (query, key, value))
-        parts = [self.whole(layer, q, k, v)]
+        parts = [self.whole(0, q, k, v)]
         for run, *own in zip(self.runs, queries, keys, values, strict=True):
             parts.append(self._suffixes(run, k, v, *own))
         return torch.cat(parts).to(dtype)

@@ -123,6 +123,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(weight_shape))  # [vocab / tp, hidden]
         self.slices: nn.ModuleList | None = None
+        # Where the gradient of the rows that tokens look up is added; None: where that of the weight is.
+        self.own_sink: Tensor | None = None
         self.group, self.rows = group, weight_shape[0]
         self.first = 0 if group is None else dist.get_rank(group) * weight_shape[0]
 
@@ -142,7 +144,7 @@ class VocabParallelEmbedding(nn.Module):
         if self.slices is not None:
             return torch.cat([part(tokens) for part in self.slices], dim=-1)
         assert self.weight is not None
-        return _rows_of(self.weight, tokens)
+        return _rows_of(self.weight, tokens, self.own_sink)
 
 
 class EmbeddingSlice(WeightSlice):
@@ -152,10 +154,10 @@ class EmbeddingSlice(WeightSlice):
         return _rows_of(self.weight, tokens)  # [tokens, columns]
 
 
-def _rows_of(weight: Tensor, tokens: Tensor) -> Tensor:
+def _rows_of(weight: Tensor, tokens: Tensor, own_sink: Tensor | None = None) -> Tensor:
     # On a GPU rows would be added to `grad` in an order that varies between runs.
-    if weight.device.type == "cpu" and torch.is_grad_enabled() and gradient_sink(weight) is not None:
-        return _EmbeddingIntoGrad.apply(weight, tokens)
+    if weight.device.type == "cpu" and torch.is_grad_enabled() and (sink := gradient_sink(weight)) is not None:
+        return _EmbeddingIntoGrad.apply(weight, tokens, sink if own_sink is None else own_sink)
     return F.embedding(tokens, weight)
 
 
@@ -163,14 +165,14 @@ class _EmbeddingIntoGrad(torch.autograd.Function):
     """Rows of a weight; the gradient is added to those rows of `grad` only; see `realhf.parallel.gradients`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, sink: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.sink = gradient_sink(weight)
+        ctx.sink = sink
         return F.embedding(tokens, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
         ctx.sink.index_add_(0, tokens, grad.to(ctx.sink.dtype))
-        return None, None
+        return None, None, None

@@ -16,10 +16,14 @@ from torch import Tensor
 
 from realhf.architecture.chunks import GPU_LOGITS_BYTES, LOGITS_BYTES, logits_tile
 from realhf.cpu import fused
+from realhf.parallel import ordered
 from realhf.parallel.collectives import gathered
 from realhf.parallel.gradients import before_use, gradient_sink
 from realhf.parallel.linear import Packed, linear, weight_gradient
+from realhf.parallel.ordered import Leaves
 from realhf.parallel.regions import gather_last_dim
+
+_MANY_ROWS = 2**40  # more than a tile has
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Logits:
     weight: [vocab / tp, hidden], this rank's rows; or slices of these, which are used one after the other.
     packed: see `realhf.parallel.linear.pack`; `full` uses it.
     chunk_bytes: the size of a tile's logits; None: a size that suits the device.
+    leaves: the parts of sums over the vocabulary, where their bits must not depend on the layout. The gradient of
+        `hidden` then comes through the vocabulary of all ranks.
     """
 
     hidden: Tensor
@@ -54,6 +60,7 @@ class Logits:
     group: dist.ProcessGroup | None = None
     packed: Packed | None = None
     chunk_bytes: int | None = None
+    leaves: Leaves | None = None
 
     def __getitem__(self, rows: Tensor) -> "Logits":
         """`rows`: indices [m] int64, or a mask [n] bool."""
@@ -76,7 +83,10 @@ class Logits:
         parts = []
         for weight in self.slices:
             before_use(weight)
-            parts.append(linear(self.hidden, weight, packed=self.packed))
+            if self.leaves is None:
+                parts.append(linear(self.hidden, weight, packed=self.packed))
+            else:
+                parts.append(self.leaves.packed.product(self.hidden, weight))
         return gather_last_dim(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0], self.group)
 
     def of_tokens(self, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False) -> TokenLogprobs:
@@ -101,7 +111,7 @@ class Logits:
     def softmax(self, temperature: float, *, with_entropy: bool = False) -> "Softmax":
         """The settings of the tiles."""
         chunk_bytes = self.chunk_bytes or (LOGITS_BYTES if self.device.type == "cpu" else GPU_LOGITS_BYTES)
-        return Softmax(temperature, self.group, chunk_bytes, with_entropy)
+        return Softmax(temperature, self.group, chunk_bytes, with_entropy, self.leaves)
 
     @property
     def _vocab_size(self) -> int:
@@ -158,15 +168,39 @@ class Softmax:
     group: dist.ProcessGroup | None
     chunk_bytes: int
     with_entropy: bool
+    leaves: Leaves | None = None
 
     def tiles(self, rows: int, vocab: int, item: int) -> tuple[list[slice], list[slice]]:
-        """(parts of the vocabulary, parts of the rows); each pair is a tile."""
-        tile_rows, tile_vocab = logits_tile(rows, vocab, item, self.chunk_bytes)
-        return _slices(vocab, tile_vocab), _slices(rows, tile_rows)
+        """(parts of the vocabulary, parts of the rows); each pair is a tile. With `leaves` the first are the model's,
+        however many rows and ranks there are."""
+        if self.leaves is None:
+            tile_rows, tile_vocab = logits_tile(rows, vocab, item, self.chunk_bytes)
+            return _slices(vocab, tile_vocab), _slices(rows, tile_rows)
+        leaf = vocab // self.leaves.own
+        _, tile_vocab = logits_tile(_MANY_ROWS, leaf, item, self.chunk_bytes)
+        parts = [
+            slice(first + part.start, first + part.stop)
+            for first in range(0, vocab, leaf)
+            for part in _slices(leaf, tile_vocab)
+        ]
+        return parts, _slices(rows, max(1, self.chunk_bytes // (tile_vocab * item)))
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T."""
+        return linear(x, weight) if self.leaves is None else ordered.product(x, weight)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The statistics [4, n] of the whole vocabulary, by those of this rank's parts of it, or of all of them
+        together (see `_TokenLogprobs.forward`)."""
+        if self.leaves is None:
+            [own] = parts
+            return _over_ranks(own, self.group)
+        of_parts = torch.stack(list(parts))
+        return _joined_in_order(of_parts if self.group is None else gathered(of_parts, self.group).flatten(0, 1))
 
     def scaled(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """logits / temperature of some rows and some of the vocabulary, in at least float32, a new tensor."""
-        logits = linear(hidden, weight).to(at_least_float32(hidden.dtype))
+        logits = self.product(hidden, weight).to(at_least_float32(hidden.dtype))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
 
@@ -193,8 +227,8 @@ class _TokenLogprobs(torch.autograd.Function):
         local = tokens - rank * sum(map(len, weights))
         is_fused = fused.trains(hidden, *weights) if keeps else fused.takes(hidden, *weights)
         asked = 4 if softmax.with_entropy else 3
-        total = kept = None
-        first = 0
+        parts: list[Tensor] = []
+        kept, first = None, 0
         for weight in weights:
             before_use(weight)
             in_vocab, in_rows = softmax.tiles(rows, len(weight), wide.itemsize)
@@ -205,7 +239,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 there, is_there = _within(local - first, columns)
                 for at in in_rows:
                     if is_fused:
-                        kept = linear(hidden[at], weight[columns])
+                        kept = softmax.product(hidden[at], weight[columns])
                         fused.vocabulary_statistics(kept, there[at], softmax.temperature, own[:asked, at])
                         continue
                     z = softmax.scaled(hidden[at], weight[columns])
@@ -216,10 +250,11 @@ class _TokenLogprobs(torch.autograd.Function):
                         own[3, at] = ((z - own[0, at, None]).exp_() * z).sum(-1)
                     kept = z
                 own[2].masked_fill_(~is_there, 0.0)
-                total = own if total is None else _joined(torch.stack([total, own]))
+                parts.append(own)
+                if softmax.leaves is None and len(parts) > 1:
+                    parts = [_joined(torch.stack(parts))]
             first += len(weight)
-        assert total is not None, "a vocabulary has parts"
-        logsumexp, greatest, picked, mean = _over_ranks(total, softmax.group)
+        logsumexp, greatest, picked, mean = softmax.joined(parts)
         entropy = logsumexp - mean if softmax.with_entropy else torch.zeros_like(logsumexp)
         if keeps:
             # The last tile's logits are kept, so a batch of one tile is projected once. Slices that are there for their
@@ -274,10 +309,11 @@ class Gradients(ABC):
         hidden, weights = self.hidden, whole or slices
         of_weights: list[Tensor | None] = []
         # Parts of the vocabulary add up in float32 at least.
-        is_one = len(weights) == 1 and len(self._tiles(weights[0])[0]) == 1
-        grad_hidden: Tensor | None = None
+        is_one = len(weights) == 1 and len(self._tiles(weights[0])[0]) == 1 and self.softmax.leaves is None
+        grad_hidden: Tensor | None = None  # [leaves, rows, hidden]
         if needs_hidden:
-            grad_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if is_one else self.logsumexp.dtype)
+            own = 1 if self.softmax.leaves is None else self.softmax.leaves.own
+            grad_hidden = hidden.new_zeros((own, *hidden.shape), dtype=hidden.dtype if is_one else self.logsumexp.dtype)
         first = sum(map(len, weights))
         for weight, leaf, is_needed in reversed(list(zip(weights, slices, needs, strict=True))):
             first -= len(weight)
@@ -293,7 +329,10 @@ class Gradients(ABC):
                 elif grad_weight is not None:
                     grad_weight[columns] = of_columns
             of_weights.insert(0, grad_weight)
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), of_weights
+        if grad_hidden is None:
+            return None, of_weights
+        leaves = self.softmax.leaves
+        return (grad_hidden[0] if leaves is None else leaves.sum(grad_hidden)).to(hidden.dtype), of_weights
 
     def _tiles(self, weight: Tensor) -> tuple[list[slice], list[slice]]:
         return self.softmax.tiles(len(self.hidden), len(weight), self.logsumexp.dtype.itemsize)
@@ -312,9 +351,11 @@ class Gradients(ABC):
                 is_last = columns is in_vocab[-1] and at is in_rows[-1]
                 grad = self.of_logits(weight[columns], at, place, kept if is_last else None)
                 if grad_hidden is not None:
-                    grad_hidden[at] += linear(grad, weight[columns].T)
+                    leaf = columns.start * len(grad_hidden) // len(weight)
+                    grad_hidden[leaf, at] += self.softmax.product(grad, weight[columns].T)
                 if needs_weight:
-                    product = weight_gradient(grad, hidden[at])
+                    of_weight = weight_gradient if self.softmax.leaves is None else ordered.weight_gradient
+                    product = of_weight(grad, hidden[at])
                     if len(in_rows) > 1:
                         product = product.to(self.logsumexp.dtype)  # rows add up in float32 at least too
                     of_columns = product if of_columns is None else of_columns.add_(product)
@@ -339,7 +380,7 @@ class _OfTokens(Gradients):
         there, is_there = _within(self.local[at], columns)
         at_token = self.grad_logprob[at] * is_there
         if self.is_fused:
-            logits = linear(hidden, weight) if kept is None else kept
+            logits = softmax.product(hidden, weight) if kept is None else kept
             of_rows = (self.logsumexp[at], self.grad_logprob[at], at_token)
             entropies = (self.entropy[at], self.grad_entropy[at]) if softmax.with_entropy else None
             return fused.logprob_gradient(logits, there, softmax.temperature, *of_rows, entropies)
@@ -378,6 +419,31 @@ def _joined(parts: Tensor) -> Tensor:
     whole = logsumexp.logsumexp(0)
     share = (logsumexp - whole).exp()  # each part's share of the probability
     return torch.stack([whole, greatest.amax(0), picked.sum(0), (share * mean).sum(0)])
+
+
+def _joined_in_order(parts: Tensor) -> Tensor:
+    """As `_joined`; a row's bits do not depend on the other rows."""
+    logsumexp, greatest, picked, mean = parts.unbind(1)
+    most = logsumexp.amax(0)
+    whole = most + ordered.tree_sum((logsumexp - most).exp()).log()
+    share = (logsumexp - whole).exp()
+    return torch.stack([whole, greatest.amax(0), ordered.tree_sum(picked), ordered.tree_sum(share * mean)])
+
+
+def logprobs_in_order(logits: Tensor, tokens: Tensor, temperature: float, leaves: int) -> Tensor:
+    """Log-probabilities [n] of `tokens` under softmax(logits / temperature) of whole logits [n, vocab]: the bits of
+    `Logits.of_tokens` under any layout of a model with so many leaves."""
+    softmax = Softmax(temperature, None, LOGITS_BYTES, False, Leaves(leaves))
+    wide = at_least_float32(logits.dtype)
+    parts = []
+    for columns in softmax.tiles(len(logits), logits.shape[1], wide.itemsize)[0]:
+        own = logits.new_zeros((4, len(logits)), dtype=wide)
+        there, is_there = _within(tokens, columns)
+        fused.vocabulary_statistics(logits[:, columns].contiguous(), there, temperature, own[:3])
+        own[2].masked_fill_(~is_there, 0.0)
+        parts.append(own)
+    logsumexp, _, picked, _ = softmax.joined(parts)
+    return picked - logsumexp
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

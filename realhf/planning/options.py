@@ -13,6 +13,7 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan
 from realhf.dataflow.pools import Pool
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
+from realhf.geometry.reproducible import gradient_parts, unordered, unordered_training
 from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.task import PlanningTask
 from realhf.planning.ways import Way, has_modes, mixed_ways, partly_recomputed, smaller_caches
@@ -78,8 +79,11 @@ def call_strategies(
     """The strategies that a call and its protocol allow on devices from 0 on, and for each the numbers of its
     micro-batches: one for a call that does not use its model."""
     found = []
+    parts = gradient_parts(mini_batch)
     for strategy in legal_strategies(call.config, num_devices):
         layout = Layout(DeviceMesh(0, num_devices), strategy)
+        if call.reproducible and call.uses_model and unordered(call.config, strategy):
+            continue
         try:
             call.check_protocol(layout)
         except UserError:
@@ -88,6 +92,8 @@ def call_strategies(
             counts = micro_batch_counts(strategy, mini_batch)
         else:
             counts = [] if mini_batch % call.parts(layout) else [1]
+        if call.reproducible and call.trains:
+            counts = [count for count in counts if not unordered_training(strategy.dp, count, parts)]
         if counts:
             found.append((strategy, counts))
     return found
@@ -191,7 +197,7 @@ def _meshes(task: PlanningTask, name: str) -> list[DeviceMesh]:
 
 def interleaved(call: ModelFunctionCallDef, strategy: ParallelStrategy) -> list[ParallelStrategy]:
     """A pipeline of a call that passes through its model once or trains it, in chunks; none of other calls."""
-    if call.generates or not call.uses_model or strategy.pp == 1:
+    if call.generates or not call.uses_model or strategy.pp == 1 or call.reproducible:
         return []
     found = [replace(strategy, chunks=chunks) for chunks in CHUNKS]
     return [each for each in found if each.pp * each.chunks <= call.config.num_layers]

@@ -77,6 +77,7 @@ class CallContext:
     steps: int = 0
     samples_per_prompt: int = 1
     micro_batches: int = 1
+    gradient_parts: int = 0
     decode_graphs: GraphLife | None = None
     kv_cache_tokens: int | None = None
     record: frozenset[str] = frozenset()

@@ -19,8 +19,10 @@ from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelIn
 from realhf.dataflow.splits import Split
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch, moved
+from realhf.engine.exact_sums import use_exact_sums
 from realhf.engine.interface import CallResult
 from realhf.geometry.layout import Layout
+from realhf.geometry.reproducible import gradient_parts
 from realhf.models.checkpoint import snapshot
 from realhf.parallel.collectives import traffic
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
@@ -99,6 +101,7 @@ class ModelWorker:
         self._reading = threading.Lock()  # guards the data sets: calls, and calls beside the devices, read them
         of_host = group_of_all_ranks(HOST, self._timeout_s) if device.type == "cuda" else None
         self._mailbox = Mailbox(self._store, self._timeout_s, of_host)
+        use_exact_sums(run.experiment.reproducible == "layout")
         self._interfaces = self._load_interfaces()
         self._models: dict[tuple[str, Layout], EngineModel] = {}
         self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
@@ -290,15 +293,19 @@ class ModelWorker:
 
     def _context(self, request: CallFunction, definition: ModelFunctionCallDef) -> CallContext:
         split = request.batch.split
+        batch_size, own_parts = self._readers[split].samples(request.batch.step), 0
+        if definition.reproducible and definition.trains:
+            own_parts = gradient_parts(definition.mini_batch_size(batch_size)) // request.layout.strategy.dp
         return CallContext(
             seed=self._run.experiment.seed + (0 if split == "train" else EVALUATION_SEED_OFFSET),
             step=request.batch.step,
             share=batch_share(definition, request.layout, self._groups),
-            batch_size=self._readers[split].samples(request.batch.step),
+            batch_size=batch_size,
             steps_made=request.batch.step if split == "train" else request.trained_steps,
             steps=self._run.experiment.steps,
             samples_per_prompt=self._graphs[split].samples_per_prompt,
             micro_batches=request.micro_batches,
+            gradient_parts=own_parts,
             decode_graphs=request.decode_graphs,
             kv_cache_tokens=request.kv_cache_tokens,
             record=frozenset(self._run.spec.record),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from realhf.architecture.compute import Computation
 from realhf.dataflow.copies import takers_of
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.residency.residency import Boxes, Residency, Where
@@ -125,7 +126,8 @@ class ParameterMoves:
         """A copy of a model, with memory for its parameters."""
         setup, architecture = self._run.experiment.setups[name], self._run.experiment.graph.models[name]
         dtype, groups = getattr(torch, setup.dtype), self._groups.groups(layout)
-        spec = ModelSpec(architecture, groups, dtype, self._device, timeout_s=self._timeout_s)
+        compute = Computation(reproducible=setup.reproducible)
+        spec = ModelSpec(architecture, groups, dtype, self._device, compute=compute, timeout_s=self._timeout_s)
         self._models[name, layout] = copy = build_model(setup.backend, spec)
         return copy.residency
 

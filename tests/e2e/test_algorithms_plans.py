@@ -160,8 +160,9 @@ PATTERNS = {
 class Runs:
     """Runs the jobs, each of those that others read from once."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *words: str, one: Pattern = ONE):
         self._folder, self.data = folder, sort_task.ensure(folder / "data")
+        self._words, self._one = words or ("--dtype", "float64"), one
         self.reference = cache(self._reference)  # on one worker
 
     def run(self, folder: Path, name: str, pattern: Pattern, *words: str) -> FinishedRun:
@@ -180,12 +181,12 @@ class Runs:
 
     def _reference(self, name: str, steps: int = STEPS) -> FinishedRun:
         folder = self._folder / f"{name.replace(' ', '-')}-{steps}"
-        return self.run(folder, name, ONE, "--steps", str(steps), "--checkpoint-every", "1")
+        return self.run(folder, name, self._one, "--steps", str(steps), "--checkpoint-every", "1")
 
     def options(self, name: str) -> tuple[str, ...]:
         """The words of its command, but for the plan."""
         job = ALL_JOBS[name]
-        words = (*SMALL, "--seed", str(SEED), "--dtype", "float64", "--mini-batches", "2")
+        words = (*SMALL, "--seed", str(SEED), *self._words, "--mini-batches", "2")
         words = (*words, "--data", str(self.data / job.data), "--tokenizer", str(self.data / "tokenizer.json"))
         for model in job.models:
             words = (*words, f"--{model}.lr", "2e-3", f"--{model}.warmup-steps", "0")

@@ -19,7 +19,7 @@ from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
 from realhf.api.script.config import Measure, Term, Update
 from realhf.api.script.functions import Reduction, load_function
-from realhf.engine.batch import Batch, concatenate
+from realhf.engine.batch import PART, Batch, concatenate
 from realhf.engine.interface import CallResult, Context, Head, Model, Stats
 from realhf.engine.returned import InterfaceError
 from realhf.gpu.host_numbers import on_device
@@ -51,7 +51,10 @@ class UpdateInterface:
         sizes = [len(batch) for batch in mini_batches]
         terms = [divided(evaluation.batch(term.batch), sizes) for term in c.terms]
         rows = [
-            _merged([as_rollouts(batch, term.rows) for term, batch in zip(c.terms, batches, strict=True)])
+            _merged(
+                [as_rollouts(batch, term.rows) for term, batch in zip(c.terms, batches, strict=True)],
+                context.gradient_parts,
+            )
             for batches in zip(*terms, strict=True)
         ]
         weights, micro_batches = self._agreed(rows, context)
@@ -103,7 +106,7 @@ class UpdateInterface:
         if not weights[0]:
             return {"skipped_mini_batches": (1.0, 1.0)}
         return model.train_step(
-            _computed(batch, micro_batches),
+            _computed(batch, 1 if PART in batch.data else micro_batches),
             "seq",
             lambda head, part: self._loss(head, part, weights, with_kl=with_kl),
             lambda part: self._weights(part)[0],
@@ -299,12 +302,15 @@ def _of_tokens(rows: Batch, reduction: Reduction) -> Tensor:
     return (1 / counts.double().clamp(min=1)).repeat_interleave(each, output_size=sum(lengths))
 
 
-def _merged(terms: Sequence[Batch]) -> Batch:
+def _merged(terms: Sequence[Batch], gradient_parts: int) -> Batch:
     """The rows of all terms in one batch, each with its term, for `_of_term`; what a row has no value for is empty."""
     marked = []
     for number, batch in enumerate(terms):
         row = _with_term(batch, number)
         shared = {name: row.data[name] for name in (*_SEQUENCES, _TERM)}
+        if gradient_parts:
+            parts = [place * gradient_parts // len(row) for place in range(len(row))]
+            shared[PART] = [torch.tensor([part, gradient_parts]) for part in parts]
         own = {f"{number} {name}": column for name, column in row.data.items() if name not in shared}
         marked.append(replace(row, data=shared | own))
     if len(marked) == 1:  # two rows of a pair stay together

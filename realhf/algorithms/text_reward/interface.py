@@ -18,6 +18,7 @@ from realhf.algorithms.text_reward.config import TextReward
 from realhf.algorithms.text_reward.samples import sample_of
 from realhf.data.tokenizer import TextTokenizer
 from realhf.engine.batch import Batch
+from realhf.engine.exact_sums import term
 from realhf.engine.interface import CallResult, Context, Model, Stats
 from realhf.engine.returned import InterfaceError
 from realhf.machine.host import read_host
@@ -101,14 +102,14 @@ class TextRewardInterface:
 
 def statistics(names: Sequence[str], scores: Sequence[Score]) -> Stats:
     """Those of `TextReward`, of some of its samples."""
-    counted = [score.reward for score in scores if score.is_valid]
+    counted = [term(score.reward) for score in scores if score.is_valid]
     stats: Stats = {
         "reward_total": (sum(counted), len(counted)),
         "reward_failures": (float(sum(bool(score.failures) for score in scores)), len(scores)),
         "reward_seconds": (sum(score.seconds for score in scores), len(scores)),
     }
     for name in names:
-        values = [value for score in scores if (value := score.values.get(name)) is not None]
+        values = [term(value) for score in scores if (value := score.values.get(name)) is not None]
         stats[f"reward_{name}"] = (sum(values), len(values))
     logged = add_stats([score.metrics for score in scores])
     return logged | stats

@@ -25,6 +25,7 @@ from realhf.api.script.lines import ScriptError
 from realhf.api.script.models import READING, ScriptModel
 from realhf.api.script.reward import Reward, models_of_rewards
 from realhf.api.script.trace import EndTokens, ScriptParameter, Trace
+from realhf.architecture.compute import Reproducible
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.base.options import DATA, EVALUATION, NEEDED, TRAINING, Common, Option, check_options
@@ -57,6 +58,9 @@ class ScriptExperiment:
     batch_size: Annotated[int, Common("responses, examples or pairs of a step")] = 0
     mini_batches: Annotated[int, Common("optimizer steps of each update, on equal parts of the batch")] = 1
     dtype: Annotated[DType, Common("dtype of all models")] = "float32"
+    reproducible: Annotated[
+        Reproducible, Option("what has the same bits: runs of one plan, or those under every layout (slower)")
+    ] = "plan"
     model: Annotated[
         str,
         Common(

@@ -11,6 +11,7 @@ from realhf.engine.batch import Batch
 from realhf.engine.generate.sampling import Draw, Truncation, draw, replay, uniform
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.returned import check_end
+from realhf.parallel.vocabulary import logprobs_in_order
 
 # Stands for a token where there is none, because the logits are no distribution: all ranks get it, and say so alike.
 _NO_TOKEN = -1
@@ -23,13 +24,14 @@ class TokenChoice:
 
     Tokens lie on the host, one row a sequence, because ends are looked for there.
 
-    `device` is that of the logits.
+    `device` is that of the logits. `leaves`: of a model whose log-probabilities must have the bits of those in training
+    (`realhf.geometry.reproducible`); 0: of another one.
     """
 
-    def __init__(self, batch: Batch, request: GenerationRequest, device: torch.device):
+    def __init__(self, batch: Batch, request: GenerationRequest, device: torch.device, leaves: int = 0):
         prompts, forced, limits = batch.data[request.prompt_key], request.forced, request.limits
         self.options, self.sample_key, self._is_end = request.options, request.sample_key, request.is_end
-        self.device = device
+        self.device, self.leaves = device, leaves
         self.ids = torch.tensor(batch.ids)
         self.is_forced = forced is not None
         self.prompt_lengths = np.array([len(p) for p in prompts])
@@ -59,6 +61,13 @@ class TokenChoice:
     def draw(self, logits: Tensor, sequences: np.ndarray, lengths: np.ndarray) -> Draw:
         """The next token of `sequences` [n], which have `lengths` [n] tokens, from logits [n, vocab]."""
         drawn = self._draw(logits, sequences, lengths)
+        if self.leaves:
+            is_nan, temperature = drawn.logprobs.isnan(), self.options.temperature or 1.0
+            untruncated = logprobs_in_order(logits, drawn.tokens, temperature, self.leaves).masked_fill(
+                is_nan, torch.nan
+            )
+            is_whole = self.options.temperature == 0 or drawn.logprobs is drawn.untruncated
+            drawn = replace(drawn, logprobs=untruncated if is_whole else drawn.logprobs, untruncated=untruncated)
         return replace(drawn, tokens=drawn.tokens.masked_fill(drawn.logprobs.isnan(), _NO_TOKEN))
 
     def _draw(self, logits: Tensor, sequences: np.ndarray, lengths: np.ndarray) -> Draw:

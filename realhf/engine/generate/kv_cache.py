@@ -67,9 +67,12 @@ def _empty_like(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 class StepAttention:
     """The attention of one step: its rows are the new tokens of `decode`, then the packed sequences of `prefill`."""
 
-    def __init__(self, cache: KVCache, decode: DecodeRows | None, prefill: PrefillRows | None):
+    def __init__(
+        self, cache: KVCache, decode: DecodeRows | None, prefill: PrefillRows | None, *, in_order: bool = False
+    ):
+        """`in_order`: see `PackedAttention`."""
         self.cache, self.decode, self.prefill = cache, decode, prefill
-        self.packed = None if prefill is None else PackedAttention(list(prefill.lengths))
+        self.packed = None if prefill is None else PackedAttention(list(prefill.lengths), in_order=in_order)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         """See `realhf.models.attention.Attention`; leaves `key` and `value` in the cache."""

@@ -134,7 +134,8 @@ def _running_batch(
     """The samples `runs[place]`, with pages of their own."""
     weight, pp = next(decoder.parameters()), decoder.groups.layout.strategy.pp
     kernels = paged_kernels(weight, decoder.config.head_dim)
-    choice = TokenChoice(batch.select(runs[place]), request.of_samples(runs[place]), weight.device)
+    leaves = 0 if decoder.leaves is None else decoder.leaves.own * decoder.groups.layout.strategy.tp
+    choice = TokenChoice(batch.select(runs[place]), request.of_samples(runs[place]), weight.device, leaves)
     page = kernels.page
     largest = pages_for(int(choice.longest().max()), page)
     max_running = min(-(-len(batch) // max(request.micro_batches, pp)), len(runs[place]))
@@ -231,12 +232,19 @@ def packed_weights(decoder: Decoder) -> Iterator[None]:
     is_joined = {each for group in joined for each in group.linears}
     alone = [m for m in decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     products = [*joined, *(m for m in alone if m not in is_joined)]
+    if decoder.leaves is not None and decoder.groups.tensor is not None:
+        products = []  # its layers have no kernel, and pack what they need
+    before = decoder.infers_layer
     try:
+        if decoder.leaves is not None:
+            decoder.leaves.packed.keep()
         for product in products:
             product.pack()
         decoder.infers_layer = decode_layers(decoder)
         yield
     finally:
-        decoder.infers_layer = None
+        decoder.infers_layer = before
         for product in products:
             product.unpack()
+        if decoder.leaves is not None:
+            decoder.leaves.packed.forget()

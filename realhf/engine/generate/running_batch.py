@@ -86,7 +86,7 @@ class RunningBatch:
         return StepInputs(
             tokens=self._tokens() if self.decoder.groups.is_first_stage else None,
             positions=torch.cat(positions).to(self.device),
-            attend=StepAttention(self.cache, decode, prefill),
+            attend=StepAttention(self.cache, decode, prefill, in_order=self.decoder.leaves is not None),
             head_rows=self._head_rows() if self.decoder.groups.is_last_stage else None,
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -16,6 +17,7 @@ from realhf.engine.train.staging import Staging
 # Elements that are updated at a time on a CPU: their gradients and states stay in a core's cache from the first pass
 # over them to the last.
 _CPU_CHUNK = 2**18
+_VECTORS = 64
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -61,8 +63,11 @@ class FlatAdamW:
     (Micikevicius et al. 2018, section 3.1). With `offload_states`, all of these lie in host memory between steps.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], config: OptimizerConfig, total_steps: int):
-        self.config, self.total_steps = config, total_steps
+    def __init__(
+        self, parameters: Sequence[Tensor], config: OptimizerConfig, total_steps: int, *, in_vectors: bool = False
+    ):
+        """`in_vectors`: an element's bits do not depend on its place in `parameters`."""
+        self.config, self.total_steps, self._in_vectors = config, total_steps, in_vectors
         self.parameters = [part.detach() for part in parameters]
         self.step_count = 0
         first, *_ = parameters  # all have its dtype and device
@@ -121,6 +126,21 @@ class FlatAdamW:
             start += len(part)
 
     def _update(self, parameters: Tensor, gradients: Tensor, scale: float, state: dict[str, Tensor]) -> None:
+        rest = len(parameters) % _VECTORS if self._in_vectors else 0
+        if not rest:
+            return self._update_vectors(parameters, gradients, scale, state)
+        if whole := len(parameters) - rest:
+            whole_state = {kind: each[:whole] for kind, each in state.items()}
+            self._update_vectors(parameters[:whole], gradients[:whole], scale, whole_state)
+        # torch computes what is left behind whole vectors by other instructions, which round otherwise.
+        behind = {kind: F.pad(each[whole:], (0, _VECTORS - rest)) for kind, each in state.items()}
+        padded = F.pad(parameters[whole:], (0, _VECTORS - rest))
+        self._update_vectors(padded, F.pad(gradients[whole:], (0, _VECTORS - rest)), scale, behind)
+        parameters[whole:].copy_(padded[:rest])
+        for kind, each in state.items():
+            each[whole:].copy_(behind[kind][:rest])
+
+    def _update_vectors(self, parameters: Tensor, gradients: Tensor, scale: float, state: dict[str, Tensor]) -> None:
         target = state["master"] if self.has_master else parameters
         gradients = gradients.to(target.dtype)
         adamw(

@@ -14,13 +14,14 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import Computation
 from realhf.engine.arena import view_in
 from realhf.engine.batch import Batch
-from realhf.engine.forward import run_stage
+from realhf.engine.exact_sums import term
+from realhf.engine.forward import pack_for, run_stage
 from realhf.engine.interface import LossFunction, Stats
-from realhf.engine.packing import pack_micro_batch
 from realhf.engine.pipeline import Neighbours, run_training
 from realhf.engine.returned import UnreadLoss, check_loss, read_losses
 from realhf.engine.train.data_parallel import Parameters, place_of
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
+from realhf.engine.train.ordered import OrderedGradient
 from realhf.geometry.boxes import Box
 from realhf.geometry.pipeline_schedule import Pass
 from realhf.geometry.shards import counted_slices, shard_boxes
@@ -90,8 +91,10 @@ class Trainer:
         self.parameters, self.decoder, self.neighbours = parameters, parameters.decoder, neighbours
         self.compute = compute
         parameters.attach_gradients(gradient_dtype(parameters.flat.dtype, config))
+        self._ordered = None if self.decoder.leaves is None else OrderedGradient(parameters)
         parts = [parameters.flat[part] for part in parameters.updated]
-        self.optimizer = FlatAdamW(parts, config, total_optimizer_steps)
+        in_vectors = self.decoder.leaves is not None
+        self.optimizer = FlatAdamW(parts, config, total_optimizer_steps, in_vectors=in_vectors)
         groups = self.decoder.groups
         self._counted = counted_slices(self.decoder.config, groups.layout, groups.rank, parameters.data_parallel)
 
@@ -104,7 +107,8 @@ class Trainer:
             ValueError: the weights of the mini-batch do not sum to a positive number.
             FloatingPointError: the gradient's norm is not finite; the parameters are as before.
         """
-        parts = [batch.select(places) for places in batch.balanced(tokens_key, micro_batches)]
+        divided = batch.balanced(tokens_key, micro_batches) if self._ordered is None else self._ordered.divided(batch)
+        parts = [batch.select(places) for places in divided]
         local_weight = float(sum(weight(part) for part in parts))
         global_weight = self._sum_over_data(local_weight)
         if not (math.isfinite(global_weight) and global_weight > 0):
@@ -113,7 +117,10 @@ class Trainer:
                 f"{global_weight}, which must be finite and above 0; is there any token to train on?"
             )
         sums = self._accumulate(parts, tokens_key, loss, global_weight)
-        self.parameters.reduce_gradients(sequence_parallel=self.compute.sequence_parallel)
+        if self._ordered is None:
+            self.parameters.reduce_gradients(sequence_parallel=self.compute.sequence_parallel)
+        else:
+            self._ordered.reduce()
         gradients = [self.parameters.gradient[part] for part in self.parameters.updated]
         lr = self.optimizer.lr
         norm = self._norm()
@@ -145,8 +152,8 @@ class Trainer:
 
     def _accumulate(self, parts: list[Batch], tokens_key: str, loss: LossFunction, global_weight: float) -> _Sums:
         """Leaves this rank's gradient of sum(loss) / global_weight with the parameters."""
-        device, shares_prefixes = self.parameters.flat.device, self.decoder.shares_prefixes
-        packed = [pack_micro_batch(part.data[tokens_key], device, shares_prefixes=shares_prefixes) for part in parts]
+        device = self.parameters.flat.device
+        packed = [pack_for(self.decoder, part.data[tokens_key], device) for part in parts]
         group = self.decoder.groups.tensor if self.compute.sequence_parallel else None
         shards = [None if group is None else TokenShards(group, len(p.tokens)) for p in packed]
         counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
@@ -164,10 +171,11 @@ class Trainer:
 
         self.parameters.zero_gradients()
         with self.parameters.computing() as end_pass:
-            run_training(self.neighbours, counts, run, end_pass)
+            end_backward = {} if self._ordered is None else {"end_backward": self._ordered.add}
+            run_training(self.neighbours, counts, run, end_pass, **end_backward)
         sums = _Sums()
         for value, stats in read_losses(unread):
-            sums.add(value, stats)
+            sums.add(term(value), {key: (term(total), of) for key, (total, of) in stats.items()})
         return sums
 
     def _norm(self) -> float:
@@ -176,11 +184,13 @@ class Trainer:
         In float64: a float32 sum depends on the layout in the fifth digit.
         """
         gradient, updated = self.parameters.gradient, self.parameters.updated
+        starts = [(place_of(part.start, updated), part) for part in self._counted if part.stop > part.start]
+        counted = [gradient[start : start + part.stop - part.start] for start, part in starts]
+        if self._ordered is not None:
+            return self._ordered.norm(counted)
         square = gradient.new_zeros((), dtype=torch.float64)
-        for part in self._counted:
-            if part.stop > part.start:
-                start = place_of(part.start, updated)
-                square += square_sum(gradient[start : start + part.stop - part.start])
+        for of_part in counted:
+            square += square_sum(of_part)
         if self.decoder.groups.model is not None:
             dist.all_reduce(square, group=self.decoder.groups.model)
         return math.sqrt(square.item())

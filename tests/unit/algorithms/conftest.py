@@ -111,6 +111,7 @@ class SingleContext:
     steps_made: int = 0
     steps: int = 0
     micro_batches: int = 1
+    gradient_parts: int = 0
     decode_graphs: GraphLife | None = None
     kv_cache_tokens: int | None = None
     holds_outputs: bool = True

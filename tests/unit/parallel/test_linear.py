@@ -49,6 +49,31 @@ def test_values_of_packed_weights_are_those_of_the_plain_product(dtype, rows, pa
     assert_plain_product(x, weight, bias, packed)
 
 
+@pytest.mark.parametrize("matrices", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 30, 32, 34, 100])
+def test_a_number_of_a_packed_product_depends_on_no_other_row_or_output(dtype, width, matrices):
+    """In matrix registers and without: whole tiles of 16 and 32 rows, and what is left of them."""
+    torch.manual_seed(width)
+    x, weight = torch.randn(300, width).to(dtype), torch.randn(70, width).to(dtype)
+    packed = products.pack(weight)
+    if packed is None:
+        assert not products.kernels.has_products()
+        return
+    try:
+        products.kernels.use_matrices(matrices)
+        whole = packed.product(x)
+        expected = x.double() @ weight.double().t()
+        torch.testing.assert_close(whole.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * width**0.5)
+        for first, rows in [(0, 1), (3, 15), (5, 16), (8, 17), (1, 31), (2, 33), (0, 256), (40, 257)]:
+            assert torch.equal(packed.product(x[first : first + rows]), whole[first : first + rows])
+        for first, outputs in [(0, 1), (5, 16), (1, 31), (33, 37)]:
+            some = products.pack(weight[first : first + outputs])
+            assert torch.equal(some.product(x), whole[:, first : first + outputs])
+    finally:
+        products.kernels.use_matrices(True)
+
+
 @pytest.mark.parametrize("in_halves", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 65, 1025])
 def test_gradients_are_those_of_the_plain_product(rows, in_halves, monkeypatch):

@@ -1,0 +1,54 @@
+"""Causal attention on the CPU whose numbers for a token depend on its sequence alone: those of a decode step, for all
+tokens of packed sequences (`csrc/kernels/paged_attention.h`)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.cpu.native import kernels
+
+
+class PackedPages:
+    """The places of packed sequences in pages of their own.
+
+    Each sequence lists the rows of its tokens in the packing, in order; those from `first` on attend.
+    """
+
+    def __init__(self, sequences: Sequence[tuple[np.ndarray, int]], rows: int):
+        """`sequences`: (rows of the tokens, how many of them do not attend); each of `rows` rows attends once."""
+        page = kernels.PAGE
+        pages = [-(-len(tokens) // page) for tokens, _ in sequences]
+        starts = np.concatenate([[0], np.cumsum(pages)])
+        self.pages = int(starts[-1])
+        self.kept = torch.from_numpy(np.concatenate([tokens for tokens, _ in sequences]))
+        places = [start * page + np.arange(len(tokens)) for start, (tokens, _) in zip(starts, sequences, strict=False)]
+        self.places = torch.from_numpy(np.concatenate(places))
+        table, lengths = np.zeros((rows, max(pages)), dtype=np.int32), np.zeros(rows, dtype=np.int64)
+        for start, count, (tokens, first) in zip(starts, pages, sequences, strict=False):
+            table[tokens[first:], :count] = np.arange(start, start + count)
+            lengths[tokens[first:]] = np.arange(first, len(tokens))
+        self.table, self.lengths = torch.from_numpy(table), torch.from_numpy(lengths)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        """[rows, heads, head_dim] of query [rows, heads, head_dim], key and value [rows, kv_heads, head_dim]."""
+        (rows, heads, head_dim), kv_heads = query.shape, key.shape[1]
+        assert rows == len(self.lengths)
+        query, key, value = (x.contiguous() for x in (query, key, value))
+        kept_key, kept_value = (x.index_select(0, self.kept) for x in (key, value))
+        keys = torch.empty(self.pages, kv_heads, head_dim, kernels.PAGE, dtype=key.dtype)
+        values = torch.empty(self.pages, kv_heads, kernels.PAGE, head_dim, dtype=key.dtype)
+        dtype = getattr(kernels.DType, str(key.dtype).removeprefix("torch."))
+        step = kv_heads * head_dim
+        kernels.write(
+            dtype, kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), self.pages, len(self.places),
+            self.places.data_ptr(), kept_key.data_ptr(), step, kept_value.data_ptr(), step,
+        )  # fmt: skip
+        out = torch.empty_like(query)
+        kernels.attend(
+            dtype, kv_heads, heads // kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), self.pages,
+            rows, self.table.data_ptr(), self.table.shape[1], self.lengths.data_ptr(), query.data_ptr(),
+            heads * head_dim, key.data_ptr(), step, value.data_ptr(), step, head_dim**-0.5, window or 0, out.data_ptr(),
+        )  # fmt: skip
+        return out

@@ -1,0 +1,47 @@
+"""What decides the bits of a run that is equal under every layout (`reproducible="layout"`): the trees along which
+sums over ranks are made. The model and the batch define them, and a layout only cuts them."""
+
+from math import gcd
+
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.layout import ParallelStrategy
+
+# The first of these that divides all that tensor parallelism divides is the number of a model's leaves.
+_LEAVES = (4, 2, 3)
+# Parts of a mini-batch whose gradients are computed one by one.
+_PARTS = 4
+
+
+def tensor_leaves(model: DecoderConfig) -> int:
+    """Parts into which the inputs of row-parallel products are cut, and the outputs of column-parallel ones for the
+    gradient of their input. Sums over them are made part by part, whichever ranks have them."""
+    divided = gcd(model.num_kv_heads, model.intermediate_size, model.vocab_size)
+    return next((leaves for leaves in _LEAVES if divided % leaves == 0), 1)
+
+
+def gradient_parts(mini_batch: int) -> int:
+    """Parts of a mini-batch of so many samples, of equal numbers of neighbours: a power of two. Each rank of data
+    parallelism computes some, one after the other."""
+    return gcd(_PARTS, mini_batch)
+
+
+def unordered(model: DecoderConfig, strategy: ParallelStrategy) -> str | None:
+    """Why the trees cannot be cut by `strategy`, with the remedy; None where they can."""
+    leaves = tensor_leaves(model)
+    if leaves % strategy.tp:
+        legal = ", ".join(str(tp) for tp in range(1, leaves + 1) if leaves % tp == 0)
+        return f"tp={strategy.tp} does not divide the {leaves} parts that the model's sums have; choose tp from {legal}"
+    if strategy.chunks > 1:
+        return f"chunks={strategy.chunks} mixes the gradients of several parts of a batch; leave chunks out"
+    return None
+
+
+def unordered_training(dp: int, micro_batches: int, parts: int) -> str | None:
+    """As `unordered`, for a training whose mini-batch has `parts` (`gradient_parts`)."""
+    if dp * micro_batches == parts:
+        return None
+    legal = ", ".join(f"{each} x {parts // each}" for each in (1, 2, 4) if parts % each == 0)
+    return (
+        f"dp={dp} x micro_batches={micro_batches} is not {parts}, the parts in which the gradient of a mini-batch is "
+        f"added up; choose dp x micro_batches from {legal}"
+    )

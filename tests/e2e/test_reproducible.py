@@ -1,0 +1,116 @@
+"""With `reproducible="layout"` the bits of rollouts, statistics and parameters are the same under every plan."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lib.random_layouts import draw
+from realhf.base.errors import UserError
+from realhf.data import sort_task
+from realhf.dataflow.plan import CallPlan, save_plan
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import FinishedRun, realhf
+from tests.e2e.test_algorithms_plans import STEPS, Pattern, Runs, at, statistics
+
+pytestmark = pytest.mark.distributed
+
+DTYPES = ("float32", "bfloat16")
+# dp x micro-batches of a training is 4: the parts of a mini-batch's gradient.
+ONE = Pattern((at(0, 4),), (at(0),), (at(0),))
+PATTERNS = {
+    "two, mixed": Pattern(
+        train=(at(0, 2, dp=2), at(0, 4, tp=2)),
+        generate=(at(0, 2, tp=2), at(0, dp=2)),
+        infer=(at(1), at(0, dp=2), at(0, pp=2), at(0, 2, tp=2)),
+    ),
+    "four, mixed": Pattern(
+        train=(at(0, 2, dp=2, tp=2), at(0, dp=4), at(0, 4, pp=2, tp=2)),
+        generate=(at(0, dp=2, tp=2), at(0, 2, dp=4)),
+        infer=(at(0, tp=2, pp=2), at(2, dp=2), at(0, 2, tp=4), at(3)),
+    ),
+    "four, deep": Pattern(
+        train=(at(0, 4, tp=4), at(0, 2, dp=2, pp=2)), generate=(at(0, pp=2, dp=2),), infer=(at(0, dp=4),)
+    ),
+}
+
+
+def of(runs: Runs, folder: Path, name: str, pattern: Pattern) -> FinishedRun:
+    return runs.run(folder, name, pattern, "--steps", str(STEPS))
+
+
+def digests(run: FinishedRun) -> list[dict[str, tuple[str, str]]]:
+    """By step and call of the weights that it used and made."""
+    return [
+        {name: (call.get("weights", ""), call.get("new_weights", "")) for name, call in line["calls"].items()}
+        for line in run.metrics
+    ]
+
+
+QUICK = [("grpo", "bfloat16", "four, mixed"), ("ppo", "float32", "two, mixed")]
+GRID = [(name, dtype, place) for name in ("sft", "grpo", "ppo") for dtype in DTYPES for place in PATTERNS]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "place"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in GRID],
+)
+def test_every_bit_is_the_same_under_every_plan(name: str, dtype: str, place: str, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, "--dtype", dtype, "--reproducible", "layout", one=ONE)
+    expected = of(runs, tmp_path / "one", name, ONE)
+    run = of(runs, tmp_path / "other", name, PATTERNS[place])
+    assert digests(run) == digests(expected)
+    assert statistics(run) == statistics(expected)
+    if name == "grpo":
+        assert expected.metrics[0]["kl"] == 0, "log-probabilities of rollouts are those of the reference's pass"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_every_bit_is_the_same_in_pairs_of_plans_that_are_drawn(seed: int, tmp_path: Path) -> None:
+    drawn = draw(seed, sort_task.ensure(tmp_path / "data"))
+    runs = []
+    for place, plan in enumerate(drawn.plans):
+        save_plan(plan, tmp_path / f"{place}.json")
+        words = (*drawn.words, "--plan", tmp_path / f"{place}.json")
+        runs.append(quickly_finished(tmp_path / f"run-{place}", drawn.experiment, *words))
+    first, second = runs
+    assert digests(first) == digests(second)
+    assert statistics(first) == statistics(second)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--dtype", "float64"),
+            "model 'actor' under reproducible='layout': its kernels have no dtype float64; choose",
+        ),
+        (
+            ("--actor.compute.data-parallel", "fsdp"),
+            "--actor.compute.data-parallel='fsdp', --actor.compute.sequence-parallel and --actor.fp32-gradients=False add up",
+        ),
+        (("--reproducible", "layouts"), "layouts"),
+    ],
+)
+def test_what_depends_on_the_layout_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    data = sort_task.ensure(tmp_path / "data")
+    own = ("--data", data / "sft.jsonl", "--tokenizer", data / "tokenizer.json", "--run-dir", tmp_path / "run")
+    done = realhf("run", "sft", "--reproducible", "layout", *own, *words)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            at(0),
+            "dp=1 x micro_batches=1 is not 4, the parts in which the gradient of a mini-batch is added up; choose dp",
+        ),
+        (at(0, pp=2, chunks=2), "chunks=2 mixes the gradients of several parts of a batch; leave chunks out"),
+    ],
+)
+def test_a_plan_that_cannot_cut_the_trees_is_refused(call: CallPlan, said: str, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, "--reproducible", "layout", one=ONE)
+    with pytest.raises(UserError, match=said):
+        runs.run(tmp_path, "sft", Pattern((call,), (call,), (call,)))
