@@ -1,5 +1,5 @@
-"""What decides the bits of a run that is equal under every layout (`reproducible="layout"`): the trees along which
-sums over ranks are made. The model and the batch define them, and a layout only cuts them."""
+"""The trees along which a run adds up what ranks divide, if its bits are to be equal under every layout
+(`reproducible="layout"`): the model and the batch define them, and a layout only cuts them."""
 
 from math import gcd
 
@@ -20,8 +20,8 @@ def tensor_leaves(model: DecoderConfig) -> int:
 
 
 def gradient_parts(mini_batch: int) -> int:
-    """Parts of a mini-batch of so many samples, of equal numbers of neighbours: a power of two. Each rank of data
-    parallelism computes some, one after the other."""
+    """The number of parts of a mini-batch with so many samples: a power of two, so that all have equally many
+    neighbours. Each rank of data parallelism computes some, one after the other."""
     return gcd(_PARTS, mini_batch)
 
 

@@ -16,7 +16,7 @@ from realhf.models.rotary import rotate
 from realhf.parallel.ordered import Leaves, columns, row
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
-# torch computes what is left behind the last whole vectors by other instructions, which round otherwise.
+# torch computes the numbers behind the last whole vector by other instructions, which round otherwise.
 _VECTORS = 64
 
 

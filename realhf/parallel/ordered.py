@@ -1,8 +1,8 @@
 """Products and sums whose bits do not depend on how many ranks there are, nor on how many rows are computed together.
 
-A product by the kernel of `realhf.cpu.products` makes each number as one sum in the order of the inputs, whatever the
-other rows and outputs. A sum that tensor parallelism divides over ranks is made part by part, the model's `leaves`, of
-which a rank has neighbouring ones, and the parts are added along one tree.
+The kernel of `realhf.cpu.products` makes each number as one sum in the order of the inputs, whatever the other rows and
+outputs. Tensor parallelism divides sums over ranks: each rank has neighbouring `leaves` of the model, every leaf is
+summed up alone, and one tree adds all leaves.
 """
 
 import platform
@@ -213,7 +213,9 @@ class _Row(torch.autograd.Function):
         needs_x, needs_weight, _, _ = ctx.needs_input_grad
         own = len(grads)
         of_x = of_weight = None
-        if own > 1 and grads.stride(0) == 0:  # of all parts the same: its numbers do not depend on what is beside them
+        if (
+            own > 1 and grads.stride(0) == 0
+        ):  # all parts have the same gradient, and a number does not depend on its neighbours
             grads, own = grads[:1], 1
         if needs_x:
             parts = zip(grads, weight.chunk(own, dim=-1), strict=True)

@@ -132,7 +132,7 @@ class FlatAdamW:
         if whole := len(parameters) - rest:
             whole_state = {kind: each[:whole] for kind, each in state.items()}
             self._update_vectors(parameters[:whole], gradients[:whole], scale, whole_state)
-        # torch computes what is left behind whole vectors by other instructions, which round otherwise.
+        # torch computes the numbers behind whole vectors by other instructions, which round otherwise.
         behind = {kind: F.pad(each[whole:], (0, _VECTORS - rest)) for kind, each in state.items()}
         padded = F.pad(parameters[whole:], (0, _VECTORS - rest))
         self._update_vectors(padded, F.pad(gradients[whole:], (0, _VECTORS - rest)), scale, behind)

@@ -113,7 +113,7 @@ class SentParts:
         self.sends = Counter(box for t in plan.transfers if t.source == rank for box in t.load.boxes)
 
     def text(self, box: Box, view: Tensor) -> Tensor | None:
-        """What differs in a part, as `encode` has it; from now on the view's values are those that were sent."""
+        """The changes of a part, as `encode` writes them; from now on the view's values are those that were sent."""
         return encode(view, self._last[box].view(-1))
 
 
