@@ -87,7 +87,7 @@ def test_every_bit_is_the_same_in_pairs_of_plans_that_are_drawn(seed: int, tmp_p
         ),
         (
             ("--actor.compute.data-parallel", "fsdp"),
-            "--actor.compute.data-parallel='fsdp', --actor.compute.sequence-parallel and --actor.fp32-gradients=False add",
+            "--actor.compute.data-parallel='fsdp', --actor.compute.sequence-parallel",
         ),
         (("--reproducible", "layouts"), "layouts"),
     ],
