@@ -21,6 +21,7 @@ from realhf.master.early_stop import EarlyStop, Verdict
 from realhf.master.key_value_store import KeyValueStore
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph, Sums, added_up, means
 from realhf.master.milestones import Milestones
+from realhf.master.outputs import step_outputs
 from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
@@ -298,6 +299,7 @@ class Master:
                 metrics["calls"][record.node.call]["weights_version"] = reply.weights_version
         for call, digests in self._weights.of_step("train", step, records).items():
             metrics["calls"][call] |= digests
+        append_line(self._directory.outputs, step_outputs(step + 1, records))
         append_line(self._directory.metrics, metrics)
         log_step(metrics)
         self._trackers.step(metrics)

@@ -39,12 +39,16 @@ class BatchKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeyMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the data of a key to the master: sample `ids[i]` has a tensor [lengths[i], *trailing] of `dtype`."""
+    """Describes the data of a key to the master: sample `ids[i]` has a tensor [lengths[i], *trailing] of `dtype`.
+
+    `digests`: of the values that a call has made, 8 bytes a sample. None to a receiver.
+    """
 
     dtype: SampleDType
     trailing: tuple[Count, ...]
     ids: tuple[Count, ...]
     lengths: tuple[Count, ...]
+    digests: bytes = b""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

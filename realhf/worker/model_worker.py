@@ -240,9 +240,14 @@ class ModelWorker:
         )
         if not context.holds_outputs:
             return reply
+        start = now_s()
+        described = self._keep(request, definition, outputs)
+        if described:
+            digests.append(Span("digest", f"outputs of {request.call} of {request.batch}", start, now_s()))
         return msgspec.structs.replace(
             reply,
-            outputs=self._keep(request, definition, outputs),
+            digests=tuple(digests),
+            outputs=described,
             stats=result.stats,
             state=context.state,
             completions=self._completions(request, definition, mini_batches, result),
@@ -354,8 +359,8 @@ class ModelWorker:
     def _keep(
         self, request: CallFunction, definition: ModelFunctionCallDef, outputs: dict[str, list[Tensor]]
     ) -> dict[str, KeyMetadata]:
-        """Stores the outputs that the call declares, records those the run asks for; returns their metadata. All are in
-        host memory.
+        """Stores the outputs that the call declares, records those the run asks for; returns their metadata, with
+        digests. All are in host memory.
 
         Each sample has the version of the weights with which the call ran, where that is declared or asked for.
         """

@@ -1,18 +1,22 @@
 """`realhf verify`: a step executed once more is bit by bit what the run recorded, and what is not is named."""
 
+import base64
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from realhf.base.errors import UserError
 from realhf.cli.verify import told
 from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.verify import Verdict, VerifyRequest, verify
 from realhf.rundir.lines import read_lines
+from realhf.rundir.outputs import SAMPLE
 from tests.e2e.forked import ForkedLauncher, quickly_finished
 from tests.e2e.runs import ROOT, realhf
 from tests.e2e.test_weights import BOTH, JOB, PIPELINE, SECOND, TENSOR, plan
@@ -25,7 +29,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps of a run with a checkpoint after the second."""
     folder = tmp_path_factory.mktemp("verify")
     save_plan(plan(TENSOR, SECOND, BOTH), folder / "plan.json")
-    words = ("--plan", folder / "plan.json", "--checkpoint-every", "2")
+    words = ("--plan", folder / "plan.json", "--checkpoint-every", "2", "--record", "seq", "logprob")
     return quickly_finished(folder / "run", JOB, *words).path
 
 
@@ -64,15 +68,56 @@ def test_the_first_thing_that_differs_is_named(run: Path) -> None:
     changed(run / "metrics.jsonl", 2, lambda line: line.update(loss=line["loss"] + 0.25))
     found = verdict(run, 3)
     assert (found.first, found.compared) == (3, 1)
-    assert [(each.step, each.what) for each in found.found] == [(3, "the statistic loss")]
+    assert [(each.step, each.what) for each in found.found] == [(3, "the statistic loss of actor_train_step")]
     assert found.largest is not None
     assert found.largest.size == pytest.approx(0.25 / max(1.0, found.found[0].recorded))
     text = told(found, VerifyRequest(run_dir=run, step=3))[0]
-    assert text.startswith(f"step 3, the statistic loss: {found.found[0].recorded} in the run, ")
+    assert text.startswith(f"step 3, the statistic loss of actor_train_step: {found.found[0].recorded} in the run, ")
 
     changed(run / "metrics.jsonl", 2, lambda line: line["calls"]["actor_generate"].update(weights="0" * 16))
     found = verdict(run, 3)
-    assert [each.what for each in found.found] == ["the weights that were used by actor_generate", "the statistic loss"]
+    whats = ["the weights that were used by actor_generate", "the statistic loss of actor_train_step"]
+    assert [each.what for each in found.found] == whats
+
+    def swap(line: dict[str, Any]) -> None:
+        """Sample 5 of what the reference made is noted as sample 6."""
+        key = line["calls"]["reference_inference"]["keys"]["ref_logprob"]
+        table = np.frombuffer(base64.b64decode(key["samples"]), SAMPLE).copy()
+        table[[5, 6]] = table[[6, 5]]
+        key["samples"] = base64.b64encode(table.tobytes()).decode()
+
+    changed(run / "outputs.jsonl", 2, swap)
+    found = verdict(run, 3)
+    swapped = "ref_logprob of sample 5 (and of 1 more), made by reference_inference"
+    assert [each.what for each in found.found] == [whats[0], swapped, whats[1]]
+
+
+def test_recorded_tokens_and_numbers_are_compared_one_by_one(run: Path, tmp_path: Path) -> None:
+    """The place of a token that differs, and by how much a log-probability does; under another plan too."""
+    path = next((run / "rollouts/step-1").glob("actor_generate-*.safetensors"))
+    tensors = load_file(path)
+    tensors["seq/3"][7] ^= 1
+    tensors["logprob/4"][2] -= 0.5
+    save_file(tensors, path)
+
+    def forget(line: dict[str, Any]) -> None:
+        """The digests are those of the changed values."""
+        for key, sample in (("seq", 3), ("logprob", 4)):
+            made = line["calls"]["actor_generate"]["keys"][key]
+            table = np.frombuffer(base64.b64decode(made["samples"]), SAMPLE).copy()
+            table["digest"][sample] ^= 1
+            made["samples"] = base64.b64encode(table.tobytes()).decode()
+
+    changed(run / "outputs.jsonl", 0, forget)
+    save_plan(plan(PIPELINE, BOTH, TENSOR), tmp_path / "other.json")
+    for more in ({}, {"plan": tmp_path / "other.json", "tolerance": 1e-4}):
+        found = verdict(run, 1, **more)
+        assert [each.what for each in found.found if each.call == "actor_generate"] == [
+            "logprob of sample 4, made by actor_generate, at [2]",
+            "seq of sample 3, made by actor_generate, at [7]",
+        ]
+        assert found.found[0].recorded - found.found[0].again == pytest.approx(-0.5, abs=1e-4)
+        assert found.found[1].recorded == found.found[1].again ^ 1
 
 
 def test_under_another_plan_numbers_agree_within_a_tolerance(run: Path, tmp_path: Path) -> None:
