@@ -155,7 +155,7 @@ class Master:
         if step:
             state = read_state(step_folder(self._directory.checkpoints, step))
             self._dispatcher.states = state.calls
-            self._weights.begin_with(state.weights, step)
+            self._weights.begin_with(state.weights, step, state.states)
         if not self._is_evaluated(step):  # a run that goes on may have been
             await self._evaluate(step)
         verdict = None

@@ -298,6 +298,9 @@ class Reply(Message, frozen=True, kw_only=True):
     # their names and offsets.
     used_weights: tuple[Count, ...] = ()
     made_weights: tuple[Count, ...] = ()
+    # The same of the optimizer states that this rank writes into checkpoints, and last the number of optimizer steps.
+    used_states: tuple[Count, ...] = ()
+    made_states: tuple[Count, ...] = ()
     # When they were summed up.
     digests: tuple[Span, ...] = ()
     # Peak memory of models and data on this worker since its last call (`realhf.worker.memory_use`); 0: not known.
