@@ -16,6 +16,7 @@ from realhf.base.files import delete
 from realhf.data.recorded import read_recorded
 from realhf.dataflow.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
 from realhf.lifecycle.controller import Controller, Listener, launcher_of
+from realhf.lifecycle.dump import dump, keys_of
 from realhf.lifecycle.interruption import Stopped
 from realhf.lifecycle.new import check_experiment, check_run, fill
 from realhf.lifecycle.request import RunRequest, experiment_of
@@ -51,13 +52,16 @@ _QUIET = {
 class VerifyRequest:
     """A step of a run, counted from 1, and how it is executed once more: under the plan in a file, on so many workers
     of this machine, or with neither under the plan that it had. `tolerance`: a number that differs by no more,
-    relative to the larger of both and 1, does not differ; above 0, digests of weights are not compared."""
+    relative to the larger of both and 1, does not differ; above 0, digests of weights are not compared. `call`: only
+    this call is compared. `dump`: its inputs and outputs in the step are written there (`realhf.lifecycle.dump`)."""
 
     run_dir: Path
     step: int
     plan: Path | None = None
     num_workers: int | None = None
     tolerance: float = 0.0
+    call: str = ""
+    dump: Path | None = None
     launcher: Any = None
 
 
@@ -94,7 +98,10 @@ def verify(request: VerifyRequest, say: Callable[[str], None]) -> Verdict:
     )
     with _removed(again):
         _execute(run, request, directory, again)
-        return _compared(request, directory, again, recorded, before)
+        verdict = _compared(request, directory, again, recorded, before)
+        if request.dump is not None:
+            dump(run, request.call, request.step, {"run": directory.rollouts, "now": again.rollouts}, request.dump)
+        return verdict
 
 
 def _recorded(directory: RunDirectory) -> dict[int, dict[str, Any]]:
@@ -116,6 +123,9 @@ def _run(request: VerifyRequest, directory: RunDirectory, line: dict[str, Any], 
     check_working_directory(saved)
     experiment = experiment_of(saved.experiment_file, (), saved)
     check_experiment(experiment)
+    if request.call:
+        keys = keys_of(experiment.graph, request.call)
+        saved = msgspec.structs.replace(saved, record=tuple(sorted({*saved.record, *keys}))) if request.dump else saved
     own = _plan_of(directory, line)
     fields = _QUIET | {"resume_step": before}
     if request.plan or request.num_workers:
@@ -221,6 +231,7 @@ def _compared(
     both = zip(_records(directory, recorded, steps), _records(again, lines, steps), strict=True)
     for one, other in both:
         every = list(differences(one, other, exactly=not request.tolerance))
+        every = [each for each in every if request.call in ("", each.call)]
         numbers = [each for each in every if each.size is not None]
         largest = max([*([largest] if largest else []), *numbers], key=lambda each: each.size or 0.0, default=None)
         found = found or [each for each in every if each.size is None or each.size > request.tolerance]

@@ -51,16 +51,18 @@ class WeightsWatch:
         """The versions of the checkpoint after `step`, from which the run goes on. Those of another dtype cannot be
         compared."""
 
-        def values(weights: SavedWeights) -> _Values:
-            return _Values(f"the checkpoint after step {step}", {}, weights.numbers())
-
-        dtypes = {model: setup.dtype for model, setup in self._run.experiment.setups.items()}
         for model, weights in saved.items():
-            if dtypes.get(model) == weights.dtype:
-                self._known[model] = {weights.version: values(weights)}
+            if values := self._saved(model, weights, step):
+                self._known[model] = {weights.version: values}
         for model, weights in (states or {}).items():
-            if dtypes.get(model) == weights.dtype:
-                self._states[model] = weights.version, values(weights)
+            if values := self._saved(model, weights, step):
+                self._states[model] = weights.version, values
+
+    def _saved(self, model: str, weights: SavedWeights, step: int) -> _Values | None:
+        setup = self._run.experiment.setups.get(model)
+        if setup is None or setup.dtype != weights.dtype:
+            return None
+        return _Values(f"the checkpoint after step {step}", {}, weights.numbers())
 
     def newest(self) -> dict[str, SavedWeights]:
         """The newest known version of each model."""

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from realhf import cli
 from realhf.base.errors import UserError
 from realhf.cli.verify import told
 from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.verify import Verdict, VerifyRequest, verify
 from realhf.rundir.lines import read_lines
 from realhf.rundir.outputs import SAMPLE
+from realhf.worker import rollouts
 from tests.e2e.forked import ForkedLauncher, quickly_finished
 from tests.e2e.runs import ROOT, realhf
 from tests.e2e.test_weights import BOTH, JOB, PIPELINE, SECOND, TENSOR, plan
@@ -132,7 +135,43 @@ def test_under_another_plan_numbers_agree_within_a_tolerance(run: Path, tmp_path
     assert exact.largest is None or (exact.largest.size or 0.0) < 1e-4
 
 
-def test_what_cannot_be_verified(run: Path) -> None:
+def test_one_call_alone_and_its_tensors(run: Path, tmp_path: Path) -> None:
+    """What it read and made, of both sides where the run has recorded it."""
+    changed(run / "metrics.jsonl", 2, lambda line: line["calls"]["actor_generate"].update(weights="0" * 16))
+    changed(run / "metrics.jsonl", 2, lambda line: line["calls"]["reference_inference"].update(weights="1" * 16))
+    found = verdict(run, 3, call="reference_inference", dump=tmp_path / "dump")
+    assert [each.what for each in found.found] == ["the weights that were used by reference_inference"]
+    files = sorted(str(path.relative_to(tmp_path / "dump")) for path in (tmp_path / "dump").rglob("*.safetensors"))
+    assert files == [
+        "now/ref_logprob.safetensors",
+        "now/seq.safetensors",
+        "prompt.safetensors",
+        "run/seq.safetensors",
+    ]
+    for folder in ("run", "now"):
+        seq = load_file(tmp_path / f"dump/{folder}/seq.safetensors")
+        recorded = rollouts.read(run / "rollouts", 2, "actor_generate", "seq")
+        assert seq["ids"].tolist() == [*range(8)]
+        assert seq["lengths"].tolist() == [len(recorded[i]) for i in range(8)]
+        assert torch.equal(seq["values"], torch.cat([recorded[i] for i in range(8)]))
+    prompt = load_file(tmp_path / "dump/prompt.safetensors")
+    assert prompt["values"][: int(prompt["lengths"][0])].tolist() == recorded[0][: int(prompt["lengths"][0])].tolist()
+    assert len(load_file(tmp_path / "dump/now/ref_logprob.safetensors")["values"]) == int(
+        seq["lengths"].sum() - prompt["lengths"].sum()
+    )
+
+
+def test_what_cannot_be_verified(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        UserError, match="--call actor_score: the run has no such call; choose from actor_generate, ref"
+    ):
+        verdict(run, 3, call="actor_score")
+    for words, said in (
+        (["--dump", "out"], "--dump out writes what one call reads and makes; name it with --call"),
+        (["--dump", str(run), "--call", "a"], f"--dump {run} exists and is not empty; give a new folder"),
+    ):
+        assert cli.main(["verify", str(run), "--step", "3", *words]) == 2
+        assert said in capsys.readouterr().err
     with pytest.raises(UserError, match=r"--step 9: the run in .* has recorded 1 to 4; give one of these"):
         verdict(run, 9)
     changed(run / "metrics.jsonl", 3, lambda line: line.update(plan="0" * 12))
