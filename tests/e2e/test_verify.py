@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from realhf import cli
 from realhf.base.errors import UserError
 from realhf.cli.verify import told
-from realhf.dataflow.plan import save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.lifecycle.verify import Verdict, VerifyRequest, verify
 from realhf.rundir.lines import read_lines
 from realhf.rundir.outputs import SAMPLE
@@ -189,3 +189,38 @@ def test_the_command(run: Path) -> None:
     done = realhf("verify", run, "--step", "4")
     assert done.returncode == 1
     assert done.stdout.startswith("step 4, the statistic loss: ")
+
+
+FOUR = ExecutionPlan(
+    num_devices=4,
+    calls={
+        "actor_generate": CallPlan(devices=(0, 4), dp=2, tp=2),
+        "reference_inference": CallPlan(devices=(2, 2), pp=2),
+        "actor_train_step": CallPlan(devices=(0, 4), dp=2, pp=2),
+    },
+    max_steps_in_flight=1,
+)
+
+
+@pytest.mark.slow
+def test_a_run_of_four_workers_that_went_on_with_fewer_is_verified_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was resumed, on two workers of four, under another plan: steps of both parts, in float64 within 1e-7."""
+    monkeypatch.chdir(ROOT)
+    save_plan(FOUR, tmp_path / "four.json")
+    save_plan(plan(PIPELINE, BOTH, TENSOR), tmp_path / "two.json")
+    words = ("--dtype", "float64", "--checkpoint-every", "2", "--record", "seq", "logprob", "ref_logprob")
+    run = tmp_path / "run"
+    quickly_finished(run, JOB, *words, "--plan", tmp_path / "four.json", "--steps", "3")
+    quickly_finished(run, JOB, *words, "--plan", tmp_path / "two.json", "--steps", "5", "--resume")
+    for step, first in ((2, 1), (4, 4)):
+        found = verdict(run, step, num_workers=1, tolerance=1e-7)
+        assert (found.first, [*found.found]) == (first, [])
+        assert found.largest is not None
+        assert 0 < (found.largest.size or 0) < 1e-7, "sums are rounded in another order"
+    assert not verdict(run, 5).found, "and under its own plan bit by bit"
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)
+    found = verdict(run, 5, num_workers=1, tolerance=1e-7)
+    assert (found.first, found.compared, [*found.found]) == (1, 5, []), "through the change of plan"

@@ -47,6 +47,7 @@ class WeightsJob:
     fault: Fault = ""
     seed: int = 0
     steps: int = 4
+    dtype: Literal["float32", "float64"] = "float32"
     data_dir: str = "runs/data"
 
     @property
@@ -79,7 +80,8 @@ class WeightsJob:
 
     @property
     def models(self) -> dict[str, ModelSetup]:
-        return {"actor": ModelSetup(optimizer=OptimizerConfig(lr=1e-2)), "reference": ModelSetup()}
+        actor = ModelSetup(optimizer=OptimizerConfig(lr=1e-2), dtype=self.dtype)
+        return {"actor": actor, "reference": ModelSetup(dtype=self.dtype)}
 
     @property
     def dataset(self) -> PromptDataset:
