@@ -76,11 +76,12 @@ class _Injection:
         # This request is handled by the function of before: the flip comes behind the next, which frees data.
 
     def bit_of_the_reference(self) -> None:
-        def before(rightly: Any, interface: Any, model: Any, batch: Any, context: Any) -> Any:
+        def after(rightly: Any, interface: Any, model: Any, batch: Any, context: Any) -> Any:
+            result = rightly(interface, model, batch, context)
             flip(self._random.choice(model.residency.held())[1], self._random)
-            return rightly(interface, model, batch, context)
+            return result
 
-        self._of_context(LogprobsInterface, "inference", before)
+        self._of_context(LogprobsInterface, "inference", after)
 
     def bit_of_gradients(self) -> None:
         self._at_optimizer(lambda rightly, optimizer, gradients, *more: (

@@ -26,7 +26,7 @@ SMALL = (*SMALL, "--architecture.num-heads", "4", "--architecture.num-kv-heads",
 # By kind the call whose values are first wrong, and the steps after that of the fault in which it is.
 EXPECTED: Mapping[str, tuple[tuple[str, ...], int]] = {
     "bit of the actor": (("actor_generate", "actor_train_step"), 1),
-    "bit of the reference": (("reference_inference",), 0),
+    "bit of the reference": (("reference_inference",), 1),
     "bit of gradients": (("actor_train_step",), 0),
     "bit of a message": (("actor_train_step",), 0),
     "skipped layer": (("reference_inference", "actor_train_step"), 0),
@@ -67,9 +67,9 @@ def drawn(number: int, seed: int) -> Iterator[ValueFault]:
 
 
 def fault_of(kind: str, at_random: random.Random) -> ValueFault:
-    steps = {"stale copy": (1, 2), "bit of the actor": (0, 1)}.get(kind, (0, 1, 2))
+    steps = {"stale copy": (1, 2), "bit of the actor": (0, 1), "bit of the reference": (0, 1)}.get(kind, (0, 1, 2))
     worker = at_random.choice((0, 1, -1))
-    if kind in ("bit of the reference", "reward of another", "skipped layer"):
+    if kind in ("bit of the reference", "reward of another", "skipped layer", "seed reused"):
         worker = -1  # ranks of a pass skip it together; the others are on one worker
     return ValueFault(kind=kind, step=at_random.choice(steps), worker=worker, seed=at_random.randrange(2**31))
 

@@ -9,7 +9,7 @@ from tests.e2e.forked import ForkedLauncher
 
 pytestmark = pytest.mark.distributed
 
-AS_IT_HAPPENED = ("bit of the actor", "stale copy")
+AS_IT_HAPPENED = ("bit of the actor", "bit of the reference", "stale copy")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from realhf.rundir.lines import read_lines
 from realhf.rundir.outputs import SAMPLE
 from realhf.worker import rollouts
 from tests.e2e.forked import ForkedLauncher, quickly_finished
-from tests.e2e.runs import ROOT, realhf
+from tests.e2e.runs import ROOT, FinishedRun, realhf
 from tests.e2e.test_weights import BOTH, JOB, PIPELINE, SECOND, TENSOR, plan
 
 pytestmark = pytest.mark.distributed
@@ -212,9 +212,12 @@ def test_a_run_of_four_workers_that_went_on_with_fewer_is_verified_on_one(
     save_plan(plan(PIPELINE, BOTH, TENSOR), tmp_path / "two.json")
     words = ("--dtype", "float64", "--checkpoint-every", "2", "--record", "seq", "logprob", "ref_logprob")
     run = tmp_path / "run"
-    quickly_finished(run, JOB, *words, "--plan", tmp_path / "four.json", "--steps", "3")
+    quickly_finished(run, JOB, *words, "--plan", tmp_path / "four.json", "--steps", "5")
+    for later in (4, 5):
+        shutil.rmtree(run / f"checkpoints/step-{later}")
     quickly_finished(run, JOB, *words, "--plan", tmp_path / "two.json", "--steps", "5", "--resume")
-    for step, first in ((2, 1), (4, 4)):
+    assert [line["num_workers"] for line in FinishedRun(run).metrics] == [4, 4, 2, 2, 2]
+    for step, first in ((2, 1), (4, 3)):
         found = verdict(run, step, num_workers=1, tolerance=1e-7)
         assert (found.first, [*found.found]) == (first, [])
         assert found.largest is not None
