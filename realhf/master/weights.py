@@ -16,9 +16,9 @@ from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement, held_boxes
 from realhf.master.loop import CallRecord
-from realhf.models.checkpoint_index import is_optimizer_state, state_owners
+from realhf.models.checkpoint_index import state_owners
 from realhf.rundir.run import Run
-from realhf.rundir.weights import SavedWeights
+from realhf.rundir.weights import SavedWeights, is_optimizer_state
 
 _NUMBERS = 2**64
 _REMEDY = "go on from the last checkpoint with --resume, without that machine if it happens again"

@@ -123,11 +123,6 @@ def optimizer_kinds(dtype: DType) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "master") if dtype == "bfloat16" else ("exp_avg", "exp_avg_sq")
 
 
-def is_optimizer_state(box: Box) -> bool:
-    """Whether a box of a trained model, which has one version of its parameters, is no parameter."""
-    return "@" in box.name
-
-
 def newer_kinds(versions: int) -> tuple[str, ...]:
     """The versions of its parameters that a model keeps besides the oldest one, the newest last."""
     return tuple(f"newer_{i}" for i in range(1, versions))

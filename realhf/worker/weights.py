@@ -3,9 +3,9 @@
 from realhf.engine.backend import EngineModel
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint_index import is_optimizer_state
 from realhf.realloc.execute.checksum import ParameterSums
 from realhf.rundir.run import Run
+from realhf.rundir.weights import is_optimizer_state
 
 
 class WeightSums:

@@ -21,9 +21,9 @@ from realhf.geometry.shards import Placement, held_boxes
 from realhf.master.loop import CallRecord
 from realhf.master.state import Node
 from realhf.master.weights import WeightsWatch
-from realhf.models.checkpoint_index import is_optimizer_state, state_owners
+from realhf.models.checkpoint_index import state_owners
 from realhf.realloc.execute.checksum import ParameterSums, bit_sum
-from realhf.rundir.weights import SavedWeights
+from realhf.rundir.weights import SavedWeights, is_optimizer_state
 from realhf.transport.messages import Reply, Span
 from tests.unit.api.calls import call
 
