@@ -125,6 +125,10 @@ def summary(status: RunStatus) -> list[str]:
     if status.checkpoints:
         age = f", {duration(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
         lines.append(f"checkpoints: {len(status.checkpoints)}, the newest after step {status.checkpoints[-1]}{age}")
+    if status.step:
+        oldest = status.checkpoints[0] if status.checkpoints else status.step
+        later = f", those after step {oldest} from a checkpoint" if oldest < status.step else ""
+        lines.append(f"realhf verify: any of steps 1 to {status.step}, from the beginning{later}")
     if status.restarts:
         lines.append(f"restarts: {status.restarts}; last failure: {status.last_failure}")
     if status.uniform_rewards:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,20 @@ import msgspec
 from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
+from realhf.data.recorded import read_recorded
 from realhf.dataflow.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
 from realhf.lifecycle.controller import Controller, Listener, launcher_of
+from realhf.lifecycle.dump import dump, keys_of
 from realhf.lifecycle.interruption import Stopped
 from realhf.lifecycle.new import check_experiment, check_run, fill
 from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.lifecycle.resume import as_stale, check_working_directory
 from realhf.planning.planner import plan_for
 from realhf.planning.request import DevicesRequest, Measured, PlanRequest
-from realhf.report.differences import Difference, differences
+from realhf.report.differences import Difference, StepRecord, differences
 from realhf.rundir.checkpoints import check, saved_steps, step_folder
 from realhf.rundir.lines import Tail, append_line, read_lines, step_line
+from realhf.rundir.outputs import read_outputs
 from realhf.rundir.paths import RunDirectory, workers_in_words
 from realhf.rundir.run import Run, RunSpec, read_spec
 from realhf.rundir.samples import Sample, sample_line
@@ -49,13 +52,16 @@ _QUIET = {
 class VerifyRequest:
     """A step of a run, counted from 1, and how it is executed once more: under the plan in a file, on so many workers
     of this machine, or with neither under the plan that it had. `tolerance`: a number that differs by no more,
-    relative to the larger of both and 1, does not differ; above 0, digests of weights are not compared."""
+    relative to the larger of both and 1, does not differ; above 0, digests of weights are not compared. `call`: only
+    this call is compared. `dump`: its inputs and outputs in the step are written there (`realhf.lifecycle.dump`)."""
 
     run_dir: Path
     step: int
     plan: Path | None = None
     num_workers: int | None = None
     tolerance: float = 0.0
+    call: str = ""
+    dump: Path | None = None
     launcher: Any = None
 
 
@@ -92,7 +98,10 @@ def verify(request: VerifyRequest, say: Callable[[str], None]) -> Verdict:
     )
     with _removed(again):
         _execute(run, request, directory, again)
-        return _compared(request, directory, again, recorded, before)
+        verdict = _compared(request, directory, again, recorded, before)
+        if request.dump is not None:
+            dump(run, request.call, request.step, {"run": directory.rollouts, "now": again.rollouts}, request.dump)
+        return verdict
 
 
 def _recorded(directory: RunDirectory) -> dict[int, dict[str, Any]]:
@@ -114,6 +123,9 @@ def _run(request: VerifyRequest, directory: RunDirectory, line: dict[str, Any], 
     check_working_directory(saved)
     experiment = experiment_of(saved.experiment_file, (), saved)
     check_experiment(experiment)
+    if request.call:
+        keys = keys_of(experiment.graph, request.call)
+        saved = msgspec.structs.replace(saved, record=tuple(sorted({*saved.record, *keys}))) if request.dump else saved
     own = _plan_of(directory, line)
     fields = _QUIET | {"resume_step": before}
     if request.plan or request.num_workers:
@@ -213,22 +225,33 @@ def _compared(
     lines = _recorded(again)
     if request.step not in lines:
         raise RunError(f"the run that executed the steps once more ended before step {request.step}")
-    samples = [_samples(each) for each in (directory, again)]
     found: list[Difference] = []
     largest: Difference | None = None
     steps = [step for step in range(before + 1, request.step + 1) if step in recorded and step in lines]
-    for step in steps:
-        of_step = (samples[0].get(step, []), samples[1].get(step, []))
-        every = list(differences(recorded[step], lines[step], of_step, with_weights=not request.tolerance))
+    both = zip(_records(directory, recorded, steps), _records(again, lines, steps), strict=True)
+    for one, other in both:
+        every = list(differences(one, other, exactly=not request.tolerance))
+        every = [each for each in every if request.call in ("", each.call)]
         numbers = [each for each in every if each.size is not None]
         largest = max([*([largest] if largest else []), *numbers], key=lambda each: each.size or 0.0, default=None)
         found = found or [each for each in every if each.size is None or each.size > request.tolerance]
     return Verdict(first=before + 1, compared=len(steps), found=found, largest=largest)
 
 
-def _samples(directory: RunDirectory) -> dict[int, list[Sample]]:
-    by_step: dict[int, list[Sample]] = {}
+def _records(
+    directory: RunDirectory, lines: Mapping[int, dict[str, Any]], steps: Collection[int]
+) -> Iterator[StepRecord]:
+    """All that a directory has of each of the steps."""
+    outputs = read_outputs(directory.outputs, steps)
+    samples: dict[int, list[Sample]] = {}
     for sample in read_lines(directory.samples, sample_line).values:
         if sample.split == "train":
-            by_step.setdefault(sample.step, []).append(sample)
-    return by_step
+            samples.setdefault(sample.step, []).append(sample)
+    recorded_keys = read_spec(directory.experiment, RunSpec).record
+    for step in steps:
+        calls, values = outputs.get(step, {}), {}
+        for call, key in ((call, key) for call, made in calls.items() for key in made.keys if key in recorded_keys):
+            with contextlib.suppress(UserError):  # not recorded from the beginning, or in a dtype that NumPy lacks
+                of_samples = read_recorded(directory.rollouts, step - 1, call, key)
+                values[call, key] = {sample: each.value for sample, each in of_samples.items()}
+        yield StepRecord(line=lines[step], samples=samples.get(step, ()), outputs=calls, values=values)

@@ -21,6 +21,7 @@ from realhf.master.early_stop import EarlyStop, Verdict
 from realhf.master.key_value_store import KeyValueStore
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph, Sums, added_up, means
 from realhf.master.milestones import Milestones
+from realhf.master.outputs import step_outputs
 from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
@@ -154,7 +155,7 @@ class Master:
         if step:
             state = read_state(step_folder(self._directory.checkpoints, step))
             self._dispatcher.states = state.calls
-            self._weights.begin_with(state.weights, step)
+            self._weights.begin_with(state.weights, step, state.states)
         if not self._is_evaluated(step):  # a run that goes on may have been
             await self._evaluate(step)
         verdict = None
@@ -298,6 +299,7 @@ class Master:
                 metrics["calls"][record.node.call]["weights_version"] = reply.weights_version
         for call, digests in self._weights.of_step("train", step, records).items():
             metrics["calls"][call] |= digests
+        append_line(self._directory.outputs, step_outputs(step + 1, records))
         append_line(self._directory.metrics, metrics)
         log_step(metrics)
         self._trackers.step(metrics)

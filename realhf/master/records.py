@@ -66,6 +66,20 @@ class Trace:
         self._file.close()
 
 
+def statistics(records: Sequence[CallRecord]) -> dict[str, dict[str, float]]:
+    """By node the statistics of a step: each keeps its name if one call has it; else the model's name stands before
+    it."""
+    counts = Counter(name for record in records for name in record.stats if name != PREEMPTIONS)
+    return {
+        record.node.call: {
+            name if counts[name] == 1 else f"{record.model}_{name}": value
+            for name, value in means(record.stats).items()
+            if name != PREEMPTIONS
+        }
+        for record in records
+    }
+
+
 def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, previous_end: float) -> dict[str, Any]:
     """One line of metrics.jsonl.
 
@@ -78,18 +92,11 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
     moved: in `calls`, of a copy that gets only what changed, the bytes that all workers received, those of all values,
         and the share of the elements that had changed (of parts that came as values, all).
     preemptions: in `calls`, of a generation whose KV cache has a given room, on average of its data-parallel ranks.
-    A statistic keeps its name if one call has it; else the model's name stands before it.
     """
     end = max(record.end for record in records)
     time_s = end - previous_end
     tokens = max(record.tokens for record in records)
-    counts = Counter(name for record in records for name in record.stats if name != PREEMPTIONS)
-    stats = {
-        name if counts[name] == 1 else f"{record.model}_{name}": value
-        for record in records
-        for name, value in means(record.stats).items()
-        if name != PREEMPTIONS
-    }
+    stats = {name: value for of_call in statistics(records).values() for name, value in of_call.items()}
     predictions = {name: call.predicted_s for name, call in plan.calls.items()} | plan.beside
     calls = {
         record.node.call: {

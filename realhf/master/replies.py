@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from realhf.master.state import Node
+from realhf.rundir.outputs import DIGEST_BYTES
 from realhf.transport.messages import Reply
 
 
@@ -49,6 +50,8 @@ def check_reply(request: Request | None, reply: Reply) -> None:
     for key, metadata in reply.outputs.items():
         if metadata.ids != request.ids or len(metadata.lengths) != len(request.ids):
             raise ValueError(f"a reply to {request.what} with {key} of other samples than asked for")
+        if len(metadata.digests) != DIGEST_BYTES * len(request.ids):
+            raise ValueError(f"a reply to {request.what} with digests of {key} of other samples than asked for")
 
 
 def _is_time(seconds: float) -> bool:

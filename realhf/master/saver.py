@@ -177,6 +177,7 @@ class Saver:
             },
             models={},  # known when they are written
             weights=self._weights.newest(),
+            states=self._weights.newest_states(),
             calls={call: numbers for call, numbers in self._dispatcher.states.items() if numbers},
             statistics={
                 name: value for name, value in statistics.items() if math.isfinite(value)

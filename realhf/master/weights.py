@@ -1,11 +1,12 @@
-"""Whether all that compute with a version of a model's parameters have the same values, whatever their layouts."""
+"""Whether all that compute with a version of a model's parameters have the same values, whatever their layouts, and
+whether a training begins with the optimizer states that the one before it made."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from realhf.architecture.compute import DataParallel
-from realhf.architecture.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.digest import weights_digest
 from realhf.base.errors import RunError
 from realhf.dataflow.graph import ModelFunctionCallDef
@@ -15,8 +16,9 @@ from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement, held_boxes
 from realhf.master.loop import CallRecord
+from realhf.models.checkpoint_index import state_owners
 from realhf.rundir.run import Run
-from realhf.rundir.weights import SavedWeights
+from realhf.rundir.weights import SavedWeights, is_optimizer_state
 
 _NUMBERS = 2**64
 _REMEDY = "go on from the last checkpoint with --resume, without that machine if it happens again"
@@ -41,15 +43,26 @@ class WeightsWatch:
     def __init__(self, run: Run):
         self._run = run
         self._known: dict[str, dict[int, _Values]] = {}  # by model and version
+        self._states: dict[str, tuple[int, _Values]] = {}  # by model the steps that they have seen
 
-    def begin_with(self, saved: Mapping[str, SavedWeights], step: int) -> None:
+    def begin_with(
+        self, saved: Mapping[str, SavedWeights], step: int, states: Mapping[str, SavedWeights] | None = None
+    ) -> None:
         """The versions of the checkpoint after `step`, from which the run goes on. Those of another dtype cannot be
         compared."""
+
         for model, weights in saved.items():
-            setup = self._run.experiment.setups.get(model)
-            if setup is not None and setup.dtype == weights.dtype:
-                values = _Values(f"the checkpoint after step {step}", {}, weights.numbers())
+            if values := self._saved(model, weights, step):
                 self._known[model] = {weights.version: values}
+        for model, weights in (states or {}).items():
+            if values := self._saved(model, weights, step):
+                self._states[model] = weights.version, values
+
+    def _saved(self, model: str, weights: SavedWeights, step: int) -> _Values | None:
+        setup = self._run.experiment.setups.get(model)
+        if setup is None or setup.dtype != weights.dtype:
+            return None
+        return _Values(f"the checkpoint after step {step}", {}, weights.numbers())
 
     def newest(self) -> dict[str, SavedWeights]:
         """The newest known version of each model."""
@@ -60,9 +73,18 @@ class WeightsWatch:
             found[model] = SavedWeights.of(version, dtype, versions[version].sums)
         return found
 
+    def newest_states(self) -> dict[str, SavedWeights]:
+        """The newest known optimizer states of each model that was trained."""
+        setups = self._run.experiment.setups
+        return {
+            model: SavedWeights.of(step, setups[model].dtype, values.sums)
+            for model, (step, values) in self._states.items()
+        }
+
     def of_step(self, split: Split, step: int, records: Iterable[CallRecord]) -> dict[str, dict[str, str]]:
-        """By call the digests of the weights that it used (`weights`) and made (`new_weights`). `step`: of training, or
-        how many steps there were before an evaluation.
+        """By call the digests of the weights that it used (`weights`) and made (`new_weights`), and of optimizer
+        states (`states`, where they were summed up before it, `new_states`). `step`: of training, or how many steps
+        there were before an evaluation.
 
         Raises:
             RunError: values are not those of their version, or differ between ranks.
@@ -75,6 +97,14 @@ class WeightsWatch:
                 version = self._run.experiment.graph.weights_version(call.model_name, step)
                 whose = f"{call.name} of step {step + 1}" if split == "train" else f"{call.name} of {split}"
                 found[call.name] = {"weights": self._compared(split, call, version, whose, used)}
+        for call, record in calls:
+            for field, at, whose in (
+                ("used_states", step, f"{call.name} of step {step + 1}"),
+                ("made_states", step + 1, f"the result of {call.name} of step {step + 1}"),
+            ):
+                if sums := {worker: of for worker, reply in record.replies.items() if (of := getattr(reply, field))}:
+                    name = field.replace("used_", "").replace("made_", "new_")
+                    found.setdefault(call.name, {})[name] = self._compared_states(call, at, whose, sums)
         for call, record in calls:
             made = {worker: reply.made_weights for worker, reply in record.replies.items() if reply.made_weights}
             if made:
@@ -91,38 +121,28 @@ class WeightsWatch:
     ) -> str:
         """The digest of what a call's workers have, after comparing it."""
         model = call.model_name
-        holders = self._parts(model, self._run.call_plan(split, call).layout, whose, sums)
+        layout = self._run.call_plan(split, call).layout
+        placement = self._run.placement(model) if layout == self._run.homes[model] else Placement(layout)
+        boxes = partial(_boxes, self._run.experiment.graph.models[model], layout, placement.data_parallel)
         expected = self._expected(model, version)
-        parts: dict[Box, int] = {}
-        for box, by_worker in holders.items():
-            parts[box], *others = by_worker.values()
-            if any(other != parts[box] for other in others):
-                raise _differing_ranks(whose, model, version, box, by_worker, expected)
-        found = _Values(whose, parts, _added_up(parts))
-        if expected is None:
-            if sum(box.size for box in parts) == parameter_count(self._run.experiment.graph.models[model]):
-                self._note(model, version, found)
-        elif differing := [name for name, total in found.sums.items() if expected.sums.get(name, total) != total]:
-            raise _differing_values(found, model, version, differing, holders, expected)
+        found = _checked(model, version, whose, _holders(model, whose, sums, boxes), expected)
+        if expected is None and sum(box.size for box in found.parts) == parameter_count(
+            self._run.experiment.graph.models[model]
+        ):
+            self._note(model, version, found)
         return weights_digest(found.sums)
 
-    def _parts(
-        self, model: str, layout: Layout, whose: str, sums: Mapping[int, Sequence[int]]
-    ) -> dict[Box, dict[int, int]]:
-        """The sums of each box, by worker."""
-        placement = self._run.placement(model) if layout == self._run.homes[model] else Placement(layout)
-        config, holders = self._run.experiment.graph.models[model], dict[Box, dict[int, int]]()
-        for worker, of_boxes in sorted(sums.items()):
-            boxes = _boxes(config, layout, worker, placement.data_parallel)
-            if len(boxes) != len(of_boxes):
-                raise RunError(
-                    f"{whose}: worker {worker} has summed up {len(of_boxes)} parts of {model}, and holds {len(boxes)}; "
-                    "start master and workers from one version of realhf",
-                    workers=[worker],
-                )
-            for box, total in zip(boxes, of_boxes, strict=True):
-                holders.setdefault(box, {})[worker] = total
-        return holders
+    def _compared_states(
+        self, call: ModelFunctionCallDef, step: int, whose: str, sums: Mapping[int, Sequence[int]]
+    ) -> str:
+        """The digest of the optimizer states of a training's model after so many steps, after comparing them."""
+        model, run = call.model_name, self._run
+        dtype, placement = run.experiment.setups[model].dtype, run.placement(model)
+        boxes = partial(_state_boxes, run.experiment.graph.models[model], placement, dtype)
+        known, expected = self._states.get(model, (step, None))
+        found = _checked(model, step, whose, _holders(model, whose, sums, boxes), expected if known == step else None)
+        self._states[model] = step, found
+        return weights_digest(found.sums)
 
     def _expected(self, model: str, version: int) -> _Values | None:
         """The known values of a version, None where there are none. A copy of another model's has that one's."""
@@ -144,9 +164,52 @@ class WeightsWatch:
 
 
 @lru_cache(maxsize=4096)
-def _boxes(model: DecoderConfig, layout: Layout, worker: int, data_parallel: DataParallel) -> list[Box]:
+def _boxes(model: DecoderConfig, layout: Layout, data_parallel: DataParallel, worker: int) -> list[Box]:
     """Those of a worker, in the order in which it sums them up."""
     return sorted(held_boxes(model, layout, worker, data_parallel), key=lambda box: (box.name, box.offset))
+
+
+@lru_cache(maxsize=4096)
+def _state_boxes(model: DecoderConfig, placement: Placement, dtype: DType, worker: int) -> list[Box]:
+    """The same of optimizer states, and the number of optimizer steps behind them, which all workers have."""
+    owned = state_owners(model, placement.layout, dtype, placement.data_parallel)[worker]
+    states = sorted(filter(is_optimizer_state, owned), key=lambda box: (box.name, box.offset))
+    return [*states, Box("the number of optimizer steps", (), ())]
+
+
+def _holders(
+    model: str, whose: str, sums: Mapping[int, Sequence[int]], boxes_of: Callable[[int], Sequence[Box]]
+) -> dict[Box, dict[int, int]]:
+    """The sums of each box, by worker."""
+    holders: dict[Box, dict[int, int]] = {}
+    for worker, of_boxes in sorted(sums.items()):
+        boxes = boxes_of(worker)
+        if len(boxes) != len(of_boxes):
+            raise RunError(
+                f"{whose}: worker {worker} has summed up {len(of_boxes)} parts of {model}, and holds {len(boxes)}; "
+                "start master and workers from one version of realhf",
+                workers=[worker],
+            )
+        for box, total in zip(boxes, of_boxes, strict=True):
+            holders.setdefault(box, {})[worker] = total
+    return holders
+
+
+def _checked(
+    model: str, version: int, whose: str, holders: Mapping[Box, Mapping[int, int]], expected: _Values | None
+) -> _Values:
+    """The values that workers have. Raises RunError where they differ from each other, or from those expected."""
+    parts: dict[Box, int] = {}
+    for box, by_worker in holders.items():
+        parts[box], *others = by_worker.values()
+        if any(other != parts[box] for other in others):
+            raise _differing_ranks(whose, model, version, box, by_worker, expected)
+    found = _Values(whose, parts, _added_up(parts))
+    if expected is None:
+        return found
+    if differing := [name for name, total in found.sums.items() if expected.sums.get(name, total) != total]:
+        raise _differing_values(found, model, version, differing, holders, expected)
+    return found
 
 
 def _added_up(parts: Mapping[Box, int]) -> dict[str, int]:

@@ -38,7 +38,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `samples` of the data set have been read: the order of rows follows from it and the seed, as the random numbers of
     sampling follow from step and seed. `models` has the SHA-256 of every model's index, which has those of its files.
     `statistics` are the means of the last step and of the evaluation after it. `calls` has the numbers that calls keep
-    from step to step, of those that keep any. `weights` has the newest known version of every model, frozen ones too.
+    from step to step, of those that keep any. `weights` has the newest known version of every model, frozen ones too,
+    and `states` the optimizer states of those that are trained.
     `sha256` is of all other fields.
     """
 
@@ -52,6 +53,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     statistics: dict[str, float] = {}
     calls: dict[str, dict[str, float]] = {}
     weights: dict[str, SavedWeights] = {}
+    states: dict[str, SavedWeights] = {}
     sha256: str = ""
     format: str = FORMAT
 
@@ -185,7 +187,7 @@ def read_state(checkpoint: Path) -> RunState:
 
 def _digest(state: RunState) -> str:
     fields = msgspec.to_builtins(msgspec.structs.replace(state, sha256=""), order="deterministic")
-    for name in ("calls", "weights"):  # which older checkpoints do not have
+    for name in ("calls", "weights", "states"):  # which older checkpoints do not have
         if not fields[name]:
             del fields[name]
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()

@@ -52,6 +52,7 @@ class RunDirectory:
     metrics = _Below("metrics.jsonl")  # one JSON object a step
     evaluations = _Below("evaluations.jsonl")  # one JSON object an evaluation
     samples = _Below("samples.jsonl")  # completions as texts, with `--samples`, one JSON object a sample
+    outputs = _Below("outputs.jsonl")  # digests of all that calls made (`realhf verify`), one JSON object a step
     events = _Below("events.jsonl")  # events of the run as a whole, one JSON object an event
     trace = _Below("trace.json")  # Chrome trace events, one row a worker
     status = _Below("status.json")

@@ -12,6 +12,7 @@ from realhf.dataflow.plan import digest_in, plan_digest, save_plan
 from realhf.rundir import checkpoints
 from realhf.rundir.events import note
 from realhf.rundir.lines import evaluation_line, read_lines, step_line
+from realhf.rundir.outputs import outputs_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
 from realhf.rundir.samples import sample_line
@@ -24,9 +25,9 @@ from realhf.transport.keys import make_run_keys
 def prepare(run: Run, directory: RunDirectory) -> None:
     """Leaves the directory as the run had it after `run.spec.resume_step` steps, with a new start id and new keys.
 
-    Metrics, evaluations, samples and rollouts of later steps go. Earlier traces stay as trace-1.json, trace-2.json,
-    earlier plans as plan-1.json and so on, the logs of earlier starts in folders of their ids. The caller holds the
-    directory's lock. Raises RunError if a file cannot be written.
+    Metrics, evaluations, samples, outputs and rollouts of later steps go. Earlier traces stay as trace-1.json,
+    trace-2.json, earlier plans as plan-1.json and so on, the logs of earlier starts in folders of their ids. The caller
+    holds the directory's lock. Raises RunError if a file cannot be written.
     """
     step = run.spec.resume_step
     checkpoints.remove_unfinished(directory.checkpoints)  # on a full disk this makes room
@@ -37,6 +38,7 @@ def prepare(run: Run, directory: RunDirectory) -> None:
         (directory.metrics, lambda line: step_line(line)["step"]),
         (directory.evaluations, lambda line: evaluation_line(line)["step"]),
         (directory.samples, lambda line: sample_line(line).step),
+        (directory.outputs, lambda line: outputs_line(line).step),
     ):
         for damaged in _keep_lines_up_to(path, step_of, step):
             note(directory.events, "damaged", step, damaged)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from realhf.geometry.boxes import Box
+
 
 class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A version of a model's parameters. `sums` has by parameter the bit sum of all its elements, modulo 2^64, in
@@ -20,3 +22,8 @@ class SavedWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def numbers(self) -> dict[str, int]:
         """The sums by parameter. Raises ValueError if one is no such number."""
         return {name: int(total, 16) for name, total in self.sums.items()}
+
+
+def is_optimizer_state(box: Box) -> bool:
+    """Whether a box of a trained model, which has one version of its parameters, is no parameter."""
+    return "@" in box.name

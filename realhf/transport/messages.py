@@ -39,12 +39,16 @@ class BatchKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeyMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the data of a key to the master: sample `ids[i]` has a tensor [lengths[i], *trailing] of `dtype`."""
+    """Describes the data of a key to the master: sample `ids[i]` has a tensor [lengths[i], *trailing] of `dtype`.
+
+    `digests`: of the values that a call has made, 8 bytes a sample. None to a receiver.
+    """
 
     dtype: SampleDType
     trailing: tuple[Count, ...]
     ids: tuple[Count, ...]
     lengths: tuple[Count, ...]
+    digests: bytes = b""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -294,6 +298,9 @@ class Reply(Message, frozen=True, kw_only=True):
     # their names and offsets.
     used_weights: tuple[Count, ...] = ()
     made_weights: tuple[Count, ...] = ()
+    # The same of the optimizer states that this rank writes into checkpoints, and last the number of optimizer steps.
+    used_states: tuple[Count, ...] = ()
+    made_states: tuple[Count, ...] = ()
     # When they were summed up.
     digests: tuple[Span, ...] = ()
     # Peak memory of models and data on this worker since its last call (`realhf.worker.memory_use`); 0: not known.

@@ -217,6 +217,9 @@ class ModelWorker:
         self._moves.select(model, definition.model_name, request.version)
         digests: list[Span] = []
         used = self._summed(request, definition, model, digests)
+        used_states: tuple[int, ...] = ()
+        if split == "train" and definition.trains and self._weights.are_states_due(definition.model_name, step):
+            used_states = self._summed_states(request, model, digests)
         with self._timed("compute", f"{request.call} of {request.batch}") as span, traffic() as sent:
             tokens_before = model.tokens_processed
             result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
@@ -227,9 +230,11 @@ class ModelWorker:
                 kept = {*definition.output_data, *self._run.spec.record}
                 outputs = {key: moved(column, HOST) for key, column in result.outputs.items() if key in kept}
         made: tuple[int, ...] = ()
+        made_states: tuple[int, ...] = ()
         if split == "train" and definition.trains and definition == self._trainings(definition.model_name)[-1]:
             model.residency.begin_at_version(step + 1)
             made = self._summed(request, definition, model, digests)
+            made_states = self._summed_states(request, model, digests)
         reply = Reply(
             request_id=request.request_id,
             span=span(),
@@ -237,6 +242,8 @@ class ModelWorker:
             weights_version=max(0, request.version),
             used_weights=used,
             made_weights=made,
+            used_states=used_states,
+            made_states=made_states,
             digests=tuple(digests),
             peak_bytes=self._memory.take_peak(),
             sent_bytes=dict(sent.sent_bytes),
@@ -244,9 +251,14 @@ class ModelWorker:
         )
         if not context.holds_outputs:
             return reply
+        start = now_s()
+        described = self._keep(request, definition, outputs)
+        if described:
+            digests.append(Span("digest", f"outputs of {request.call} of {request.batch}", start, now_s()))
         return msgspec.structs.replace(
             reply,
-            outputs=self._keep(request, definition, outputs),
+            digests=tuple(digests),
+            outputs=described,
             stats=result.stats,
             state=context.state,
             completions=self._completions(request, definition, mini_batches, result),
@@ -266,6 +278,14 @@ class ModelWorker:
                 self._weights.of(name, request.layout, model, step)
             spans.append(span())
         return self._weights.of(name, request.layout, model, step)
+
+    def _summed_states(self, request: CallFunction, model: EngineModel, spans: list[Span]) -> tuple[int, ...]:
+        """Those of the optimizer states that the model of a training has now."""
+        name = self._graphs[request.batch.split].calls[request.call].model_name
+        with self._timed("digest", f"optimizer states of {request.call} of {request.batch}") as span:
+            sums = self._weights.of_states(name, model, request.batch.step)
+        spans.append(span())
+        return sums
 
     def _hand_on(self, request: CallFunction) -> None:
         """Starts a call on the other thread, beside the devices, on data in host memory."""
@@ -362,8 +382,8 @@ class ModelWorker:
     def _keep(
         self, request: CallFunction, definition: ModelFunctionCallDef, outputs: dict[str, list[Tensor]]
     ) -> dict[str, KeyMetadata]:
-        """Stores the outputs that the call declares, records those the run asks for; returns their metadata. All are in
-        host memory.
+        """Stores the outputs that the call declares, records those the run asks for; returns their metadata, with
+        digests. All are in host memory.
 
         Each sample has the version of the weights with which the call ran, where that is declared or asked for.
         """

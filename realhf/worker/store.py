@@ -1,12 +1,15 @@
 """The per-sample tensors that a worker holds."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from realhf.dataflow.interface import SampleDType
 from realhf.engine.batch import Batch
+from realhf.rundir.outputs import DIGEST_BYTES
 from realhf.transport.messages import BatchKey, KeyMetadata
 
 
@@ -33,11 +36,18 @@ class SampleStore:
 
 
 def describe(ids: Sequence[int], values: Sequence[Tensor]) -> KeyMetadata:
-    """The metadata of a checked column (`realhf.engine.returned`) that the master gets; it has no values."""
+    """The metadata of a checked column (`realhf.engine.returned`) that the master gets, with digests of its values."""
     first = values[0]
     return KeyMetadata(
         dtype=cast(SampleDType, str(first.dtype).removeprefix("torch.")),
         trailing=tuple(first.shape[1:]),
         ids=tuple(ids),
         lengths=tuple(len(value) for value in values),
+        digests=b"".join(map(_digest, values)),
     )
+
+
+def _digest(value: Tensor) -> bytes:
+    """Of the bits of a tensor in host memory. A sample is small, and this takes half of what a bit sum would."""
+    bits = value.contiguous().view(torch.uint8).numpy()
+    return hashlib.blake2b(bits.data, digest_size=DIGEST_BYTES).digest()

@@ -50,11 +50,24 @@ def test_digests_are_of_versions_and_of_no_layout(tmp_path: Path) -> None:
     again = [*words(tmp_path / "p", plan(PIPELINE, BOTH, TENSOR)), "--resume", "--checkpoint-every", "2"]
     longer = quickly_finished(tmp_path / "run", JOB, *again, "--steps", "6")
     assert digests(longer, "actor_generate")[4] == made[-1]
+    trained = [line["calls"]["actor_train_step"] for line in longer.metrics]
+    assert len({line["new_states"] for line in trained}) == 6, "every step makes others"
+    assert [i for i, line in enumerate(trained) if "states" in line] == [0, 4], "at the starts"
+    assert trained[4]["states"] == trained[3]["new_states"], "in another layout"
+    assert trained[4]["states"] != trained[5]["new_states"]
     exported = realhf("convert", tmp_path / "run", tmp_path / "exported")
     assert f"weights {digests(longer, 'actor_train_step', 'new_weights')[-1]}" in exported.stdout, exported.stderr
 
     path = step_folder(tmp_path / "run/checkpoints", 6) / STATE_FILE
-    _with_other_sum(path, "reference")
+    whole = path.read_bytes()
+    _with_other_sum(path, "states", "actor", f"{PARAMETER}@exp_avg")
+    text = quickly_failed(tmp_path / "run", JOB, *again, "--steps", "8")
+    assert (
+        "actor_train_step of step 7 has other values of actor than version 6 has, which the checkpoint after step 6 "
+        f"had: in {PARAMETER}@exp_avg, on workers 0, 1;" in text
+    )
+    path.write_bytes(whole)
+    _with_other_sum(path, "weights", "reference", PARAMETER)
     text = quickly_failed(tmp_path / "run", JOB, *again, "--steps", "8")
     assert (
         "reference_inference of step 7 has other values of reference than version 0 has, which the checkpoint after "
@@ -129,10 +142,10 @@ def test_a_wrong_change_ends_the_run(tmp_path: Path) -> None:
     )
 
 
-def _with_other_sum(path: Path, model: str) -> None:
-    """Changes a digest in a checkpoint's state, as if its weights had been others."""
+def _with_other_sum(path: Path, field: str, model: str, parameter: str) -> None:
+    """Changes a digest in a checkpoint's state, as if its weights or optimizer states had been others."""
     state = msgspec.json.decode(path.read_bytes(), type=RunState)
-    saved = state.weights[model]
-    wrong = msgspec.structs.replace(saved, sums=saved.sums | {PARAMETER: f"{1:016x}"})
-    state = msgspec.structs.replace(state, weights=state.weights | {model: wrong})
+    saved = getattr(state, field)
+    wrong = msgspec.structs.replace(saved[model], sums=saved[model].sums | {parameter: f"{1:016x}"})
+    state = msgspec.structs.replace(state, **{field: saved | {model: wrong}})
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(state, sha256=checkpoints._digest(state))))

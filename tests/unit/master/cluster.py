@@ -153,7 +153,7 @@ def answer(planned: PlannedGraph, worker: int, request: Answered, span: Span) ->
     definition = planned.graph.calls[request.call]
     keys = definition.output_data if worker in definition.protocol.collect(request.layout) else ()
     ids = tuple(sample for mini_batch in request.mini_batches for sample in mini_batch)
-    column = KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=(3,) * len(ids))
+    column = KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=(3,) * len(ids), digests=b"abcdefgh" * len(ids))
     return Reply(request_id=request.request_id, span=span, outputs=dict.fromkeys(keys, column))
 
 

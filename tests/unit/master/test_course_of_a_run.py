@@ -233,7 +233,7 @@ def test_one_that_goes_on_and_is_asked_at_once_writes_no_checkpoint(
     """Its own is there. Calls have the numbers that they kept in it; the evaluation was made."""
     kept = {"train": {"kl_coef": 0.5}}
     monkeypatch.setattr(
-        master_module, "read_state", lambda folder: SimpleNamespace(calls=kept, weights={}, folder=folder)
+        master_module, "read_state", lambda folder: SimpleNamespace(calls=kept, weights={}, states={}, folder=folder)
     )
     course = Course(directory, resume_step=4, evaluate=2)
     append_line(directory.evaluations, {"step": 4})
@@ -250,7 +250,7 @@ def test_one_that_goes_on_and_is_asked_at_once_writes_no_checkpoint(
 def test_one_that_goes_on_makes_the_evaluation_that_is_missing(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(master_module, "read_state", lambda folder: SimpleNamespace(calls={}, weights={}))
+    monkeypatch.setattr(master_module, "read_state", lambda folder: SimpleNamespace(calls={}, weights={}, states={}))
     append_line(directory.evaluations, {"step": 0})
     course = Course(directory, resume_step=6, evaluate=3)
     assert course.end() == ("done", "")

@@ -17,7 +17,7 @@ from realhf.transport.messages import Completion, KeyMetadata, Reply, Span, ToMa
 from tests.unit.master.workers import GRAPH, Workers
 
 ASKED = Request("a of step 1", 600.0, Node(0, "a"), frozenset({"x"}), (0, 2))
-X = KeyMetadata(dtype="int64", trailing=(), ids=(0, 2), lengths=(3, 4))
+X = KeyMetadata(dtype="int64", trailing=(), ids=(0, 2), lengths=(3, 4), digests=b"abcdefgh" * 2)
 SPAN = Span("compute", "a of step 1", 1.0, 2.0)
 GOOD = Reply(request_id=7, span=SPAN, outputs={"x": X})
 
@@ -39,6 +39,10 @@ def test_what_answers_passes() -> None:
         ({"outputs": {"x": X, "y": X}}, "with other outputs than"),
         ({"outputs": {"x": msgspec.structs.replace(X, ids=(0, 1))}}, "with x of other samples than asked for"),
         ({"outputs": {"x": msgspec.structs.replace(X, lengths=(3,))}}, "with x of other samples than asked for"),
+        (
+            {"outputs": {"x": msgspec.structs.replace(X, digests=b"abcdefgh")}},
+            "with digests of x of other samples than asked for",
+        ),
         (
             {"completions": (Completion(sample=1, prompt="", response="", reward=None),)},
             "with completions of other samples than asked for",

@@ -35,6 +35,7 @@ HOME = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
 SPAN = Span("writing", "", 0.0, 0.0)
 TRAINED = ModelSetup(optimizer=OptimizerConfig())
 WEIGHTS = {"actor": SavedWeights(version=2, dtype="float32", sums={"lm_head.weight": "00000000000000ff"})}
+STATES = {"actor": SavedWeights(version=2, dtype="float32", sums={"lm_head.weight@exp_avg": "00000000000000fe"})}
 SPEC = {"keep_checkpoints": None, "keep_best": None, "checkpoint_failures": 0}
 
 
@@ -91,7 +92,7 @@ def play(
     )
 
     async def main() -> None:
-        workers, weights = Workers(), SimpleNamespace(newest=lambda: WEIGHTS)
+        workers, weights = Workers(), SimpleNamespace(newest=lambda: WEIGHTS, newest_states=lambda: STATES)
         saver = Saver(run, directory, workers, weights, start_id)  # type: ignore[arg-type]
         task = asyncio.create_task(saver.run())
         try:
@@ -307,7 +308,7 @@ def test_a_checkpoint_says_all_of_the_run_that_whoever_goes_on_needs(tmp_path: P
     assert (state.step, state.seed, state.samples, state.num_workers) == (2, 5, 16, 2)
     assert state.plan_sha256 == plan_digest(ExecutionPlan(num_devices=2, calls={}))
     assert (state.calls, state.statistics) == ({"train": {"kl_coef": 0.5}}, {"loss": 0.5})
-    assert state.weights == WEIGHTS
+    assert (state.weights, state.states) == (WEIGHTS, STATES)
     assert (state.optimizer_steps, list(state.models)) == ({"actor": 6}, ["actor"])
     assert read_index(directory.checkpoints / "step-2/actor").metadata == {"step": 2, "seed": 5, STEPS_KEY: 6}
 

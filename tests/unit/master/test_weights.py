@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -14,13 +15,15 @@ from realhf.base.errors import RunError
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan
+from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
 from realhf.geometry.shards import Placement, held_boxes
 from realhf.master.loop import CallRecord
 from realhf.master.state import Node
 from realhf.master.weights import WeightsWatch
+from realhf.models.checkpoint_index import state_owners
 from realhf.realloc.execute.checksum import ParameterSums, bit_sum
-from realhf.rundir.weights import SavedWeights
+from realhf.rundir.weights import SavedWeights, is_optimizer_state
 from realhf.transport.messages import Reply, Span
 from tests.unit.api.calls import call
 
@@ -111,6 +114,26 @@ class Watched:
                 made_weights=sums(own_made, placement, worker) if own_made else (),
             )
         return CallRecord(Node(step, name), model, replies)
+
+    def states(
+        self, step: int, field: str, states: Values, of_workers: Mapping[int, Values] = {}, steps: Any = 7
+    ) -> str:
+        """The digest of optimizer states that workers have before or after the training of a step."""
+        layout, replies = self.plans["actor_train_step"].layout, {}
+        for worker in layout.mesh.devices:
+            owned = state_owners(TIED, layout, "float32", self.data_parallel)[worker]
+            parts = [
+                (box, of_workers.get(worker, states)[box.name][box.slices_in(whole)].clone())
+                for box in sorted(filter(is_optimizer_state, owned), key=lambda box: (box.name, box.offset))
+                if (whole := Box(box.name, (0,) * len(box.shape), tuple(states[box.name].shape)))
+            ]
+            sums = ParameterSums(parts, {name: value.shape for name, value in states.items()})()
+            number = steps if isinstance(steps, int) else steps[worker]
+            reply = Reply(request_id=0, span=Span("compute", "", 0.0, 1.0))
+            replies[worker] = msgspec.structs.replace(reply, **{f"{field}_states": (*sums, number)})
+        record = CallRecord(Node(step, "actor_train_step"), "actor", replies)
+        [digest] = self.watch.of_step("train", step, [record])["actor_train_step"].values()
+        return digest
 
     def generated(self, step: int, used: Values, of_workers: Mapping[int, Values] = {}) -> str:
         record = self.record("actor_generate", step, used, of_workers=of_workers)
@@ -257,3 +280,54 @@ def test_digest_by_hand() -> None:
     saved = SavedWeights.of(3, "float32", {"a": 255})
     assert saved.sums == {"a": "00000000000000ff"}
     assert saved.numbers() == {"a": 255}
+
+
+def moments(seed: int) -> Values:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = ("exp_avg", "exp_avg_sq")
+    return {
+        f"{name}@{kind}": torch.randn(shape, generator=generator) for name, shape in SHAPES.items() for kind in kinds
+    }
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("data_parallel", ["zero1", "fsdp", MODES])
+def test_optimizer_states_have_one_digest_however_they_are_cut(name: str, data_parallel: Any) -> None:
+    plan = CallPlan(devices=(0, 4), dp=4) if name == "dp" else PLANS[name]  # which cuts parameters anywhere
+    watched, alone = Watched(home=plan, data_parallel=data_parallel), Watched()
+    digest = watched.states(0, "made", moments(1))
+    assert digest == alone.states(0, "made", moments(1)) != Watched().states(0, "made", moments(2))
+    assert digest != Watched().states(0, "made", moments(1), steps=8), "the number of optimizer steps counts"
+    assert digest == watched.states(1, "used", moments(1))
+    saved = watched.watch.newest_states()["actor"]
+    whole = {name: int(bit_sum(tensor)) % 2**64 for name, tensor in moments(1).items()}
+    assert saved == SavedWeights.of(1, "float32", whole | {"the number of optimizer steps": 7})
+
+
+def test_a_training_begins_with_the_states_of_the_one_before_it_or_of_the_checkpoint() -> None:
+    then = moments(2)
+    wrong = flipped(then, "model.layers.1.mlp.down_proj.weight@exp_avg_sq", (3, 2))
+    before = Watched(home=PLANS["tp"])
+    before.states(0, "made", then)
+    after = Watched(home=PLANS["all"])
+    after.watch.begin_with({}, 1, before.watch.newest_states())
+    for watched, whose in (
+        (before, "the result of actor_train_step of step 1"),
+        (after, "the checkpoint after step 1"),
+    ):
+        with pytest.raises(RunError) as caught:
+            watched.states(1, "used", wrong)
+        assert str(caught.value).startswith(
+            f"actor_train_step of step 2 has other values of actor than version 1 has, which {whose} had: in "
+            "model.layers.1.mlp.down_proj.weight@exp_avg_sq, on worker"
+        )
+        watched.states(1, "used", then)
+        watched.states(1, "made", wrong)  # a training makes others
+    with pytest.raises(
+        RunError, match=r"has other values than .* in version 3 of actor, in the number of optimizer steps"
+    ):
+        after.states(2, "made", then, steps=[1, *[2] * 7])
+    other_dtype = {"actor": SavedWeights.of(1, "bfloat16", before.watch.newest_states()["actor"].numbers())}
+    another = Watched()
+    another.watch.begin_with({}, 1, other_dtype)
+    another.states(1, "used", then)

@@ -201,7 +201,8 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     note_activity(directory, "worker-1", "actor_generate of step 6: compute", 1e9 + 98)
     assert cli.main(["status", str(directory.path)]) == 0
     text = capsys.readouterr().out
-    for part in ("step 5 of 25; 3 s a step, 1,500 tokens/s", "the newest after step 5", "worker-1 was killed"):
+    verify = "realhf verify: any of steps 1 to 5, from the beginning, those after step 2 from a checkpoint"
+    for part in ("step 5 of 25; 3 s a step, 1,500 tokens/s", "the newest after step 5", verify, "worker-1 was killed"):
         assert part in text
     for cell in ("actor_generate of step 6: compute", "205 MiB", "300 MiB", "limit 800 MiB"):
         assert cell in text

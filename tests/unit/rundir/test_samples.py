@@ -10,6 +10,8 @@ import pytest
 from realhf.base.files import BadContentError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.rundir import samples
+from realhf.rundir.lines import append_line
+from realhf.rundir.outputs import StepOutputs, read_outputs
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run, RunSpec
@@ -85,7 +87,10 @@ def test_a_run_that_goes_on_drops_the_samples_of_later_steps(tmp_path: Path) -> 
     )  # fmt: skip
     (directory.checkpoints / "step-2").mkdir()
     append_samples(directory.samples, [sample(1), sample(2), sample(2, split="evaluation"), sample(3)])
+    for step in (1, 2, 3):
+        append_line(directory.outputs, StepOutputs(step=step, calls={}))
     prepare(Run(spec, SimpleNamespace(steps=4), ExecutionPlan(num_devices=1, calls={})), directory)
     assert [(each.step, each.split) for each in read_samples(directory.samples, [])] == [
         (1, "train"), (2, "train"), (2, "evaluation"),
     ]  # fmt: skip
+    assert read_outputs(directory.outputs, range(9)) == {1: {}, 2: {}}
