@@ -30,6 +30,7 @@ import real_job
 MEASURES = ("realhf/algorithms", "realhf/cpu", "realhf/engine", "realhf/models", "realhf/parallel", "csrc/kernels")
 PAIRS, MOST_WORKERS = 50, 4
 MOST_COST = 1.3
+_DIGESTS = ("weights", "new_weights", "new_states")
 _TIMES = {"time_s", "tokens_per_s", "peak_bytes", "calls", "plan", "num_workers"}
 
 
@@ -84,10 +85,11 @@ def run(folder: Path, drawn: Drawn, plan: ExecutionPlan, *words: str) -> list[di
 
 
 def results_of(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By step all statistics, and by call the digests of the weights that it used and made."""
+    """By step all statistics, and by call the digests of the weights that it used, and of the weights and optimizer
+    states that it made."""
     return [
         {name: value for name, value in line.items() if name not in _TIMES and not name.endswith("_seconds")}
-        | {name: (call.get("weights"), call.get("new_weights")) for name, call in line["calls"].items()}
+        | {name: [call.get(key) for key in _DIGESTS] for name, call in line["calls"].items()}
         for line in lines
     ]
 

@@ -15,7 +15,7 @@ from realhf.rundir.run import Run
 
 
 def keys_of(graph: DataflowGraph, call: str) -> list[str]:
-    """What a run has to record for `dump`. Raises UserError if there is no such call."""
+    """The keys that a run has to record for `dump`. Raises UserError if there is no such call."""
     if call not in graph.calls:
         raise UserError(f"--call {call}: the run has no such call; choose from {', '.join(graph.calls)}")
     definition = graph.calls[call]

@@ -202,7 +202,7 @@ def _execute(run: Run, request: VerifyRequest, directory: RunDirectory, again: R
         Controller(run, asked, again, launcher, _Until(again, request.step)).carry_out()
     except Stopped:
         pass
-    except RunError:  # of a step behind the asked one, some of which begin before the run ends
+    except RunError:  # the error is in a later step than the asked one: some begin before the run ends
         if request.step not in _recorded(again):
             raise
 

@@ -1,4 +1,4 @@
-"""What the calls of a step made, from the digests that workers reply with: the same under every layout."""
+"""The results of a step's calls, by the digests that workers reply with: the same under every layout."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What differs between a step as a run recorded it, and the same step executed once more."""
+"""The differences between a step as a run recorded it, and the same step executed once more."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ def differences(recorded: StepRecord, again: StepRecord, *, exactly: bool = True
     """Between two records of one step, in the order in which its calls compute: of each call the weights that it used,
     what it made, its statistics, and the weights and optimizer states that it made. Texts of samples come after that.
 
-    What only one of both has (an older version wrote the other) is no difference. Not `exactly`: sums were rounded in
+    A key that only one of both has (an older version wrote the other) is no difference. Not `exactly`: sums were rounded in
     another order, and digests of weights and of floats do not count.
     """
     step, calls = int(recorded.line["step"]), recorded.line["calls"]

@@ -32,7 +32,7 @@ class KeyOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CallOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a call made: its keys, and the names of its statistics in the step's line of `metrics.jsonl`."""
+    """The results of a call: its keys, and the names of its statistics in the step's line of `metrics.jsonl`."""
 
     keys: dict[str, KeyOutputs]
     statistics: tuple[str, ...] = ()

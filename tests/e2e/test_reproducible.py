@@ -1,6 +1,8 @@
 """With `reproducible="layout"` the bits of rollouts, statistics and parameters are the same under every plan."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,12 +40,13 @@ def of(runs: Runs, folder: Path, name: str, pattern: Pattern) -> FinishedRun:
     return runs.run(folder, name, pattern, "--steps", str(STEPS))
 
 
-def digests(run: FinishedRun) -> list[dict[str, tuple[str, str]]]:
-    """By step and call of the weights that it used and made."""
-    return [
-        {name: (call.get("weights", ""), call.get("new_weights", "")) for name, call in line["calls"].items()}
-        for line in run.metrics
-    ]
+DIGESTS = ("weights", "new_weights", "new_states")
+
+
+def digests(run: FinishedRun) -> list[Any]:
+    """By step and call of the weights that it used, of those and the optimizer states that it made, and of all outputs."""
+    kept = [{name: [call.get(key) for key in DIGESTS] for name, call in line["calls"].items()} for line in run.metrics]
+    return [*kept, *map(json.loads, (run.path / "outputs.jsonl").read_text().splitlines())]
 
 
 QUICK = [("grpo", "bfloat16", "four, mixed"), ("ppo", "float32", "two, mixed")]
