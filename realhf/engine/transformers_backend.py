@@ -67,6 +67,10 @@ class TransformersDecoder:
     def shares_prefixes(self) -> bool:
         return False
 
+    @property
+    def leaves(self) -> None:
+        """Its sums are transformers' own."""
+
     def __call__(
         self,
         tokens: Tensor,

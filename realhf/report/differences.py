@@ -46,8 +46,8 @@ def differences(recorded: StepRecord, again: StepRecord, *, exactly: bool = True
     """Between two records of one step, in the order in which its calls compute: of each call the weights that it used,
     what it made, its statistics, and the weights and optimizer states that it made. Texts of samples come after that.
 
-    A key that only one of both has (an older version wrote the other) is no difference. Not `exactly`: sums were rounded in
-    another order, and digests of weights and of floats do not count.
+    A key that only one of both has (an older version wrote the other) is no difference. Not `exactly`: sums were
+    rounded in another order, and digests of weights and of floats do not count.
     """
     step, calls = int(recorded.line["step"]), recorded.line["calls"]
     told: set[str] = set()

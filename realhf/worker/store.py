@@ -49,5 +49,5 @@ def describe(ids: Sequence[int], values: Sequence[Tensor]) -> KeyMetadata:
 
 def _digest(value: Tensor) -> bytes:
     """Of the bits of a tensor in host memory. A sample is small, and this takes half of what a bit sum would."""
-    bits = value.contiguous().view(torch.uint8).numpy()
+    bits = value.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy()
     return hashlib.blake2b(bits.data, digest_size=DIGEST_BYTES).digest()

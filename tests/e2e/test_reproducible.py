@@ -44,7 +44,7 @@ DIGESTS = ("weights", "new_weights", "new_states")
 
 
 def digests(run: FinishedRun) -> list[Any]:
-    """By step and call of the weights that it used, of those and the optimizer states that it made, and of all outputs."""
+    """By step and call of the weights that it used, of the weights and states that it made, and of all outputs."""
     kept = [{name: [call.get(key) for key in DIGESTS] for name, call in line["calls"].items()} for line in run.metrics]
     return [*kept, *map(json.loads, (run.path / "outputs.jsonl").read_text().splitlines())]
 

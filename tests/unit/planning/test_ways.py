@@ -213,7 +213,12 @@ def test_a_protocol_is_asked_for_every_strategy_on_devices_from_0_on() -> None:
             raise UserError("whole models alone")
 
     definition: Any = SimpleNamespace(
-        config=TINY, check_protocol=check, uses_model=False, parts=lambda layout: layout.strategy.dp
+        config=TINY,
+        check_protocol=check,
+        uses_model=False,
+        trains=False,
+        reproducible=False,
+        parts=lambda layout: layout.strategy.dp,
     )
     found = call_strategies(definition, 4, 6)
     assert {layout.mesh for layout in asked} == {DeviceMesh(0, 4)}
