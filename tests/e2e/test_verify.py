@@ -188,7 +188,7 @@ def test_the_command(run: Path) -> None:
     changed(run / "metrics.jsonl", 3, lambda line: line.update(loss=line["loss"] + 0.25))
     done = realhf("verify", run, "--step", "4")
     assert done.returncode == 1
-    assert done.stdout.startswith("step 4, the statistic loss: ")
+    assert done.stdout.startswith("step 4, the statistic loss of actor_train_step: ")
 
 
 FOUR = ExecutionPlan(
