@@ -49,7 +49,7 @@ def digests(run: FinishedRun) -> list[Any]:
     return [*kept, *map(json.loads, (run.path / "outputs.jsonl").read_text().splitlines())]
 
 
-QUICK = [("grpo", "bfloat16", "four, mixed"), ("ppo", "float32", "two, mixed")]
+QUICK = [("grpo", "bfloat16", "two, mixed"), ("ppo", "float32", "four, mixed")]
 GRID = [(name, dtype, place) for name in ("sft", "grpo", "ppo") for dtype in DTYPES for place in PATTERNS]
 
 

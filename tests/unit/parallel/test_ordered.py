@@ -4,10 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from realhf.api.experiment import OptimizerConfig
+from realhf.architecture.chunks import LOGITS_BYTES
 from realhf.base.errors import UserError
 from realhf.cpu import products
+from realhf.engine.train.optimizer import FlatAdamW
 from realhf.parallel import ordered
 from realhf.parallel.ordered import Leaves, check_in_order, columns, product, row, tree_sum, weight_gradient
+from realhf.parallel.vocabulary import Softmax
 
 pytestmark = pytest.mark.skipif(not products.has_products(), reason="this processor lacks the kernel")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -104,3 +108,28 @@ def test_what_cannot_compute_in_order_is_refused(monkeypatch: pytest.MonkeyPatch
         UserError, match=r"has no kernels for it; leave reproducible='layout' out, or run on processors"
     ):
         check_in_order("cpu")
+
+
+def test_tiles_of_a_vocabulary_are_the_model_s_whatever_rows_and_ranks() -> None:
+    vocab, item = 48_000, 4
+    whole = Softmax(1.0, None, LOGITS_BYTES, False, Leaves(4)).tiles(10, vocab, item)[0]
+    assert Softmax(1.0, None, LOGITS_BYTES, False, Leaves(4)).tiles(5000, vocab, item)[0] == whole
+    half = Softmax(1.0, None, LOGITS_BYTES, False, Leaves(2)).tiles(300, vocab // 2, item)[0]
+    moved = [slice(part.start + vocab // 2, part.stop + vocab // 2) for part in half]
+    assert [*half, *moved] == whole
+
+
+def test_an_update_of_an_element_does_not_depend_on_its_place() -> None:
+    torch.manual_seed(3)
+    whole, gradient = torch.randn(1000), torch.randn(1000)
+
+    def updated(first: int, end: int) -> torch.Tensor:
+        part = whole[first:end].clone()
+        optimizer = FlatAdamW([part], OptimizerConfig(), 10, in_vectors=True)
+        for _ in range(3):
+            optimizer.step([gradient[first:end]], 0.7)
+        return torch.stack([part, optimizer.state["exp_avg"], optimizer.state["exp_avg_sq"]])
+
+    expected = updated(0, 1000)
+    for first, end in [(0, 63), (1, 70), (13, 14), (500, 1000), (64, 128), (900, 1000)]:
+        assert torch.equal(updated(first, end), expected[:, first:end])
