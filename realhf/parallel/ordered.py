@@ -213,9 +213,8 @@ class _Row(torch.autograd.Function):
         needs_x, needs_weight, _, _ = ctx.needs_input_grad
         own = len(grads)
         of_x = of_weight = None
-        if (
-            own > 1 and grads.stride(0) == 0
-        ):  # all parts have the same gradient, and a number does not depend on its neighbours
+        # All parts have the same gradient then, and a number does not depend on its neighbours.
+        if own > 1 and grads.stride(0) == 0:
             grads, own = grads[:1], 1
         if needs_x:
             parts = zip(grads, weight.chunk(own, dim=-1), strict=True)
