@@ -9,7 +9,8 @@ from realhf.architecture.compute import Computation
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.plan import AS_SET_UP, CallCompute, ExecutionPlan, check_plan
+from realhf.dataflow.plan import AS_SET_UP, CallCompute, ExecutionPlan
+from realhf.dataflow.plan_checks import check_plan
 
 # The choices of a model's computation that a plan may make, that of recomputation with `recomputed_layers`.
 FIELDS = ("recomputation", "sequence_parallel", "data_parallel", "prefetch", "offload_states")

@@ -32,7 +32,7 @@ class LayerWeights:
 class LayerCache:
     """A layer's keys and values, and the pages that each row of a decode step has of them.
 
-    keys, values: the layer's pages, see `realhf.engine.generate.paged_attention.CppKernels`.
+    keys, values: the layer's pages, see `realhf.cpu.paged_attention`.
     table, lengths: see `realhf.engine.generate.paged_attention.DecodeRows`.
     """
 

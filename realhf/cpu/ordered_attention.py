@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from realhf.cpu.native import kernels
+from realhf.cpu.paged_attention import attend, page_shapes, write
 
 
 class PackedPages:
@@ -33,22 +34,7 @@ class PackedPages:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
         """[rows, heads, head_dim] of query [rows, heads, head_dim], key and value [rows, kv_heads, head_dim]."""
-        (rows, heads, head_dim), kv_heads = query.shape, key.shape[1]
-        assert rows == len(self.lengths)
         query, key, value = (x.contiguous() for x in (query, key, value))
-        kept_key, kept_value = (x.index_select(0, self.kept) for x in (key, value))
-        keys = torch.empty(self.pages, kv_heads, head_dim, kernels.PAGE, dtype=key.dtype)
-        values = torch.empty(self.pages, kv_heads, kernels.PAGE, head_dim, dtype=key.dtype)
-        dtype = getattr(kernels.DType, str(key.dtype).removeprefix("torch."))
-        step = kv_heads * head_dim
-        kernels.write(
-            dtype, kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), self.pages, len(self.places),
-            self.places.data_ptr(), kept_key.data_ptr(), step, kept_value.data_ptr(), step,
-        )  # fmt: skip
-        out = torch.empty_like(query)
-        kernels.attend(
-            dtype, kv_heads, heads // kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), self.pages,
-            rows, self.table.data_ptr(), self.table.shape[1], self.lengths.data_ptr(), query.data_ptr(),
-            heads * head_dim, key.data_ptr(), step, value.data_ptr(), step, head_dim**-0.5, window or 0, out.data_ptr(),
-        )  # fmt: skip
-        return out
+        keys, values = (key.new_empty(self.pages, *shape) for shape in page_shapes(*key.shape[1:]))
+        write(keys, values, self.places, *(x.index_select(0, self.kept) for x in (key, value)))
+        return attend((keys, values), (self.table, self.lengths), query, key, value, window)

@@ -128,7 +128,7 @@ def run_training(
     token_counts: Sequence[int],
     forward: Callable[[Pass, Tensor | None], Tensor],
     end_pass: EndPass = no_end,
-    end_backward: Callable[[int], None] = lambda micro_batch: None,
+    end_backward: Callable[[int], None] | None = None,
 ) -> None:
     """Runs forward and backward of all micro-batches.
 
@@ -148,7 +148,8 @@ def run_training(
             return graphs[key][1]
         hidden, output = graphs.pop(key)
         torch.autograd.backward(output, received)
-        end_backward(run.micro_batch)
+        if end_backward is not None:
+            end_backward(run.micro_batch)
         return None if hidden is None else hidden.grad
 
     steps = training_steps(strategy.pp, strategy.chunks, len(token_counts))[stage]

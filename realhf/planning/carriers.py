@@ -9,7 +9,7 @@ memory of the copies is there.
 from msgspec import structs
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import keeping, moves_of
+from realhf.dataflow.plan_checks import keeping, moves_of
 from realhf.planning.model.cluster import share_a_node
 from realhf.planning.model.hardware import in_gib
 from realhf.planning.options import option_of

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from msgspec import structs
 
 from realhf.dataflow.copies import takers_of
-from realhf.dataflow.plan import ExecutionPlan, problem_of_copies, problem_of_order
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan_checks import problem_of_copies, problem_of_order
 from realhf.dataflow.rationale import Worth
 from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.task import PlanningTask

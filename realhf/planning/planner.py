@@ -14,7 +14,8 @@ from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
-from realhf.dataflow.plan import ExecutionPlan, check_plan
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.dataflow.pools import check_devices
 from realhf.planning.clusters import cluster_of, clusters_of
 from realhf.planning.explain.comparison import describe, explain

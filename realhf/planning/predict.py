@@ -7,7 +7,8 @@ from msgspec import structs
 
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
-from realhf.dataflow.plan import ExecutionPlan, OrderEntry, problem_of_order
+from realhf.dataflow.plan import ExecutionPlan, OrderEntry
+from realhf.dataflow.plan_checks import problem_of_order
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.options import option_of
 from realhf.planning.problem.builder import build_problem

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import ExecutionPlan, check_confined
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan_checks import check_confined
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel

@@ -14,7 +14,8 @@ import torch
 
 from realhf.data import sort_task
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.experiments import ready_experiments, ready_file
 from realhf.lifecycle.request import experiment_of
 from tests.e2e.forked import quickly_finished

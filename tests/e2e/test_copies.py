@@ -9,7 +9,8 @@ import torch
 from msgspec.structs import replace
 
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.experiments import ready_file
 from realhf.report.run_data import read_trace
 from tests.e2e.forked import quickly_finished

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.architecture.decoding import FLASH_PAGE_TOKENS, PAGE_TOKENS
+from realhf.cpu import paged_attention as cpu
 from realhf.cpu.native import kernels as _kernels
 from realhf.models.attention_kernels import Machine, last_token_borders, machine, packed_kernel
 
@@ -86,7 +87,7 @@ def paged_kernels(like: Tensor, head_dim: int) -> PagedKernels:
     """Those for heads of the dtype and on the device of `like`."""
     match paged_kernel(machine(like.device.type), like.dtype, head_dim, has_cpp=_kernels is not None):
         case "C++":
-            return CppKernels(like.dtype)
+            return CppKernels()
         case "Triton":
             return TritonKernels()
         case "flash-attn":
@@ -121,48 +122,20 @@ def missing_kernels(device: str) -> dict[str, tuple[str, str]]:
 
 
 class CppKernels:
-    """Attention where the pages lie, each sequence at its own length; one thread.
-
-    The keys, and the values, of one head in a page lie together, in the order in which a decode step reads them.
-    """
+    """Our kernel on the CPU (`realhf.cpu.paged_attention`)."""
 
     page, lengths_dtype, reads_behind, gathers = PAGE_TOKENS, torch.int64, False, False
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = getattr(_kernels.DType, str(dtype).removeprefix("torch."))
-
     def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (kv_heads, head_dim, PAGE_TOKENS), (kv_heads, PAGE_TOKENS, head_dim)
+        return cpu.page_shapes(kv_heads, head_dim)
 
     def write(self, pages: LayerPages, places: Tensor, key: Tensor, value: Tensor) -> None:
-        _check(pages, key, value)
-        assert places.shape == key.shape[:1]
-        assert places.dtype == torch.int64
-        assert places.is_contiguous()
-        tokens, kv_heads, head_dim = key.shape
-        _kernels.write(
-            self.dtype, kv_heads, head_dim, pages.keys.data_ptr(), pages.values.data_ptr(), len(pages.keys),
-            tokens, places.data_ptr(), *_rows(key), *_rows(value),
-        )  # fmt: skip
+        cpu.write(*pages, places, key, value)
 
     def attend(
         self, pages: LayerPages, rows: DecodeRows, query: Tensor, key: Tensor, value: Tensor, window: int | None
     ) -> Tensor:
-        _check(pages, key, value)
-        keys, values = pages
-        count, kv_heads, head_dim = key.shape
-        assert rows.table.is_contiguous()
-        assert rows.table.dtype == torch.int32
-        assert rows.lengths.dtype == torch.int64
-        assert rows.lengths.is_contiguous()
-        assert len(rows.table) == len(rows.lengths) == len(query) == count
-        out = torch.empty(query.shape, dtype=query.dtype)
-        _kernels.attend(
-            self.dtype, kv_heads, query.shape[1] // kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), len(keys),
-            count, rows.table.data_ptr(), rows.table.shape[1], rows.lengths.data_ptr(),
-            *_rows(query), *_rows(key), *_rows(value), head_dim**-0.5, window or 0, out.data_ptr(),
-        )  # fmt: skip
-        return out
+        return cpu.attend(pages, (rows.table, rows.lengths), query, key, value, window)
 
 
 class TritonKernels:
@@ -251,21 +224,3 @@ class TorchKernels:
             grouped, own_keys.transpose(-1, -2), own_values, attn_mask=is_seen[:, None, None]
         )
         return out.flatten(1, 2)  # [rows, heads, head_dim]
-
-
-def _rows(x: Tensor) -> tuple[int, int]:
-    """Where x [tokens, heads, head_dim] begins, and how many elements lie from one token to the next."""
-    assert x.stride()[1:] == (x.shape[2], 1)
-    return x.data_ptr(), x.stride(0)
-
-
-def _check(pages: LayerPages, key: Tensor, value: Tensor) -> None:
-    """Checks shapes and layouts, which the kernels do not check."""
-    keys, values = pages
-    _, kv_heads, head_dim, page = keys.shape
-    assert page == PAGE_TOKENS == _kernels.PAGE
-    assert values.shape == (len(keys), kv_heads, PAGE_TOKENS, head_dim)
-    assert keys.is_contiguous()
-    assert values.is_contiguous()
-    assert key.shape == value.shape == (len(key), kv_heads, head_dim), (key.shape, keys.shape)
-    assert keys.dtype == values.dtype == key.dtype == value.dtype

@@ -171,8 +171,8 @@ class Trainer:
 
         self.parameters.zero_gradients()
         with self.parameters.computing() as end_pass:
-            end_backward = {} if self._ordered is None else {"end_backward": self._ordered.add}
-            run_training(self.neighbours, counts, run, end_pass, **end_backward)
+            end_backward = None if self._ordered is None else self._ordered.add
+            run_training(self.neighbours, counts, run, end_pass, end_backward)
         sums = _Sums()
         for value, stats in read_losses(unread):
             sums.add(term(value), {key: (term(total), of) for key, (total, of) in stats.items()})

@@ -212,7 +212,7 @@ def test_logits_that_are_no_distribution_have_a_token_of_the_vocabulary_and_no_p
 
 
 def test_pages_outside_of_the_cache_are_an_error_and_not_read():
-    kernels, pages = CppKernels(torch.float32), LayerPages(*cache_of(pages=3))
+    kernels, pages = CppKernels(), LayerPages(*cache_of(pages=3))
     key = torch.randn(2, 1, 8)
     for place in (-1, 3 * PAGE, 10**12):
         with pytest.raises(
@@ -231,5 +231,5 @@ def test_pages_outside_of_the_cache_are_an_error_and_not_read():
 
 
 def cache_of(pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    key_shape, value_shape = CppKernels(torch.float32).page_shapes(1, 8)
+    key_shape, value_shape = CppKernels().page_shapes(1, 8)
     return torch.zeros(pages, *key_shape), torch.zeros(pages, *value_shape)

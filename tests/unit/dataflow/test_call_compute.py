@@ -7,14 +7,8 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, DataflowGraph
-from realhf.dataflow.plan import (
-    CallCompute,
-    CallPlan,
-    ExecutionPlan,
-    check_plan,
-    interval_text,
-    updates_text,
-)
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan, interval_text, updates_text
+from realhf.dataflow.plan_checks import check_plan
 from tests.unit.api.calls import TINY, Nothing, call
 from tests.unit.dataflow.test_plan import ALL, BATCH_SIZE, GRAPH, with_call
 

@@ -10,7 +10,8 @@ import pytest
 from realhf.base.errors import UserError
 from realhf.dataflow.copies import running_beside, takers_of, with_copies
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan, load_plan, plan_digest, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, load_plan, plan_digest, save_plan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.planning.task import with_staleness
 from tests.unit.api.calls import call
 

@@ -18,12 +18,12 @@ from realhf.dataflow.plan import (
     Intervals,
     OrderEntry,
     beside_s,
-    check_plan,
     digest_in,
     load_plan,
     plan_digest,
     save_plan,
 )
+from realhf.dataflow.plan_checks import check_plan
 from realhf.dataflow.protocols import RANK_ZERO
 from realhf.dataflow.rationale import DeviceMemory, Instead, Rationale
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy

@@ -7,7 +7,8 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.dataflow.pools import Pool, check_devices
 from realhf.geometry.layout import DeviceMesh
 from tests.unit.api.calls import PPO_CALLS

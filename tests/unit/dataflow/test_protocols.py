@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.dataflow.protocols import (
     ALL_TO_ALL,
     DP_PROTO,

@@ -360,7 +360,7 @@ def test_a_step_among_tensor_parallel_ranks_is_watched(monkeypatch):
 
 
 def test_pages_and_graphs_only_grow():
-    decoder, kernels = decoder_of(tiny(num_layers=2)), CppKernels(torch.float64)
+    decoder, kernels = decoder_of(tiny(num_layers=2)), CppKernels()
     workspace = DecodeWorkspace(EagerCapture(), 5.0)
     assert DecodeWorkspace(None).timeout_s == 600
 

@@ -219,7 +219,7 @@ def test_a_missing_kernel_is_told_with_what_takes_its_place(monkeypatch, there, 
 
 def test_wrong_tensors_never_come_to_the_kernel():
     """It takes shapes, orders and dtypes on trust."""
-    kernels = CppKernels(torch.float32)
+    kernels = CppKernels()
     keys, values = torch.zeros(3, 2, 8, PAGE), torch.zeros(3, 2, PAGE, 8)
     new, places = torch.zeros(4, 2, 8), torch.arange(4)
     rows = DecodeRows(torch.zeros(4, 1, dtype=torch.int32), torch.arange(4))

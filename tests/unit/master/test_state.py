@@ -18,7 +18,8 @@ from realhf.dataflow.copies import with_copies
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry
+from realhf.dataflow.plan_checks import check_plan
 from realhf.geometry.layout import Layout
 from realhf.master.loop import PlannedGraph
 from realhf.master.state import Action, CallQueue, FinishStep, Issue, Node, movers_of, occupied

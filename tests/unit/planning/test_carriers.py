@@ -10,7 +10,8 @@ from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.cli.plan_tables import choice_lines
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, moves_of, plan_digest
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest
+from realhf.dataflow.plan_checks import check_plan, moves_of
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement

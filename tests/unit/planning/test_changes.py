@@ -9,7 +9,8 @@ from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.cli.plan_tables import choice_lines
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, keeping, plan_digest
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest
+from realhf.dataflow.plan_checks import check_plan, keeping
 from realhf.planning.carriers import TRIED, with_changes
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.predict import predict

@@ -9,7 +9,8 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.cli.plan_tables import choice_lines
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan, check_plan
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.certificate import Certificate
 from realhf.planning.clusters import parse_cluster

@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from realhf.architecture.model import DecoderConfig
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.micro_dp import contains_home, grouped_like
 from realhf.geometry.shards import Placement

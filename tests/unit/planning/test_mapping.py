@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import check_plan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Colocated, Mapper, allocations, placed, placements
 from realhf.planning.model.memory import PlacedModel

@@ -8,7 +8,8 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import INFERENCE, TRAIN_STEP
-from realhf.dataflow.plan import ExecutionPlan, check_plan
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.dataflow.protocols import ALL_TO_ALL, DP_PROTO
 from realhf.geometry.layout import DeviceMesh, ParallelStrategy
 from realhf.planning.model.cluster import Cluster, device_meshes, share_a_node

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
-from realhf.dataflow.plan import check_plan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import OrderEntry, check_plan, load_plan, save_plan
+from realhf.dataflow.plan import OrderEntry, load_plan, save_plan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.workload import Workload

@@ -13,7 +13,8 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan, check_plan, load_plan, save_plan
+from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan, load_plan, save_plan
+from realhf.dataflow.plan_checks import check_plan
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.operators import NORMS, operators, slice_modes
 from realhf.planning.explain.comparison import best_alternatives
