@@ -5,7 +5,7 @@ Both sides take turns; the best processor time of each counts (one thread comput
 machine that is the time on the wall, and on a busy one it still says who needs less). Also: the share of what the
 machine could do (products at the rate of large ones, or weights, keys and values read once a step, whichever takes
 longer), memory beyond the weights, and in bfloat16 how far the log-probabilities of generation and of the training
-forward lie apart. `--quick` takes the small one. Where there is a GPU: how near decoding with 1.5 billion parameters
+forward lie apart; and what AMX is worth in products, where there is it. `--quick` takes the small one. Where there is a GPU: how near decoding with 1.5 billion parameters
 comes to the bandwidth of its memory (`on_gpu.py`), and nothing else.
 """
 
@@ -25,6 +25,8 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from realhf.algorithms.functional import predicting_positions, token_logprobs
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig
+from realhf.cpu.native import kernels
+from realhf.cpu.products import pack
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.generate.loop import generate
@@ -49,6 +51,7 @@ MEASURES = (
 )
 BATCH, PROMPT, RESPONSE, SHORTEST = 64, 32, 64, 8
 VOCABULARY = 2048
+PRODUCTS, PRODUCT = 40, (1536, 576)  # weights that the caches do not hold together, of a model of 135 M parameters
 MODELS = {
     "4M": {"hidden_size": 256, "intermediate_size": 688, "num_layers": 4, "num_heads": 4},
     "34M": {"hidden_size": 512, "intermediate_size": 1376, "num_layers": 10, "num_heads": 8},
@@ -70,6 +73,8 @@ def main() -> None:
         kinds = [k for k in kinds_of_lengths() if f"{label(name, dtype)}, {k.kind}".startswith(arguments.case)]
         if kinds:
             results += Comparison(name, dtype, repetitions=2 if arguments.quick else 3).cases(kinds)
+    if "product".startswith(arguments.case[:7]):
+        results += product_cases()
     finish("generation", results, arguments.json, is_part=bool(arguments.case))
 
 
@@ -253,6 +258,33 @@ class _EndsAt(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         return input_ids.shape[1] >= self.lengths
+
+
+def product_cases() -> Iterable[dict]:
+    """Our kernel's products of bfloat16 weights with matrix registers and without, where the processor has them."""
+    weights = [packed for _ in range(PRODUCTS) if (packed := pack(torch.randn(*PRODUCT).bfloat16()))]
+    for rows in (16, 256) if weights and kernels.use_matrices(True) else ():
+        x = torch.randn(rows, PRODUCT[1]).bfloat16()
+
+        def all_products(x: Tensor = x) -> None:
+            for weight in weights:
+                weight.product(x)
+
+        seconds = {}
+        for matrices in (True, False):
+            kernels.use_matrices(matrices)
+            seconds[matrices] = _best_s(all_products) / PRODUCTS
+        kernels.use_matrices(True)
+        ratio = seconds[False] / seconds[True]
+        yield case(
+            f"product of {rows} rows with a bfloat16 weight {list(PRODUCT)}, beside no AMX",
+            seconds[True] * 1e3,
+            "ms",
+            baseline=seconds[False] * 1e3,
+            ratio=ratio,
+            target=1.0,
+            holds=ratio >= 1,
+        )
 
 
 def matmul_rate(dtype: torch.dtype) -> float:

@@ -5,7 +5,7 @@ an EPYC 9005, also in the products of both gradients. An EPYC 9004 computes all 
 rate there, and MKL needs no transposed copies for the gradient of a weight. A weight that serves many steps is *packed*
 into the order in which a kernel reads it. Processors with AVX-512 use our own kernel (`realhf.cpu.products`), others
 oneDNN's. On an EPYC 9004 our kernel reaches about its full rate at 8 rows; oneDNN's reaches 0.9 of it at 64 rows, and
-half of it at 8. With AMX, a bfloat16 weight [1536, 576] takes 0.11 ms for 16 rows (0.32 without), 0.72 for 256 (4.6).
+half of it at 8. `benchmarks/generation.py` measures what AMX adds.
 """
 
 from functools import lru_cache
