@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from msgspec.structs import asdict, replace
@@ -297,13 +297,15 @@ class Master:
             if record.node.call in self._run.experiment.graph.calls:
                 reply = next(iter(record.replies.values()))  # it is of all workers
                 metrics["calls"][record.node.call]["weights_version"] = reply.weights_version
-        for call, digests in self._weights.of_step("train", step, records).items():
-            metrics["calls"][call] |= digests
+        digests = self._weights.of_step("train", step, records)
+        for call, of_call in digests.items():
+            metrics["calls"][call] |= of_call
         append_line(self._directory.outputs, step_outputs(step + 1, records))
         append_line(self._directory.metrics, metrics)
         log_step(metrics)
         self._trackers.step(metrics)
-        self._record_samples(step + 1, "train", [each for record in records for each in record.completions])
+        completions = [each for record in records for each in record.completions]
+        self._record_samples(step + 1, "train", self._drawn("train", completions, digests))
         for drift in self._drift.step(metrics):
             logger.warning("%s", drift)
             note(self._directory.events, "drift", step + 1, drift)
@@ -319,10 +321,17 @@ class Master:
         self._step = step + 1
         self._write_status("running")
 
-    def _record_samples(self, step: int, split: Split, completions: list[Completion]) -> None:
+    def _drawn(
+        self, split: Split, completions: Iterable[Completion], digests: Mapping[str, Mapping[str, str]]
+    ) -> list[tuple[Completion, str]]:
+        """The completions, each with the digest of the weights that drew it."""
+        weights = digests.get(self._run.experiment.graphs[split].producers.get("seq", ""), {}).get("weights", "")
+        return [(completion, weights) for completion in completions]
+
+    def _record_samples(self, step: int, split: Split, drawn: list[tuple[Completion, str]]) -> None:
         """Writes the completions of a step, or of the evaluation after it, in the order of their ids."""
-        completions.sort(key=lambda completion: completion.sample)
-        samples = [Sample(step=step, split=split, **asdict(completion)) for completion in completions]
+        drawn.sort(key=lambda each: each[0].sample)
+        samples = [Sample(step=step, split=split, weights=weights, **asdict(each)) for each, weights in drawn]
         append_samples(self._directory.samples, samples)
         self._trackers.samples(samples)
 
@@ -342,7 +351,7 @@ class Master:
 
     async def _evaluate(self, step: int) -> None:
         found: dict[str, float] = {}
-        completions: dict[Split, list[Completion]] = {}
+        completions: dict[Split, list[tuple[Completion, str]]] = {}
         for split in self._run.experiment.evaluations:
             made = await self._evaluate_on(split, step)
             if made is None:
@@ -358,7 +367,9 @@ class Master:
         for split, of_set in completions.items():
             self._record_samples(step, split, of_set)
 
-    async def _evaluate_on(self, split: Split, step: int) -> tuple[dict[str, float], list[Completion]] | None:
+    async def _evaluate_on(
+        self, split: Split, step: int
+    ) -> tuple[dict[str, float], list[tuple[Completion, str]]] | None:
         """The statistics and completions of one evaluation set after `step`; None where the run ends before."""
         run, graph = self._run, self._run.experiment.graphs[split]
         self._recorder.set(f"{split} after step {step}")
@@ -371,14 +382,14 @@ class Master:
         )  # fmt: skip
         order = [(call, batch) for batch in range(rows.batches) for call in graph.calls]
         stats: list[Sums] = []
-        completions: list[Completion] = []
+        completions: list[tuple[Completion, str]] = []
 
         def add(batch: int, records: list[CallRecord]) -> None:
             self._recorder.set(f"{split} after step {step}: {batch + 1} of {rows.batches} batches")
             stats.extend(record.stats for record in records)
-            self._weights.of_step(split, step, records)
-            made, first = (each for record in records for each in record.completions), rows.first_sample(batch)
-            completions.extend(replace(each, sample=first + each.sample) for each in made)
+            digests, first = self._weights.of_step(split, step, records), rows.first_sample(batch)
+            made = (replace(each, sample=first + each.sample) for record in records for each in record.completions)
+            completions.extend(self._drawn(split, made, digests))
 
         is_whole = await self._dispatcher.run_steps(planned, order, 1, add)
         return (means(added_up(stats)), completions) if is_whole else None

@@ -25,6 +25,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample: the place in the step's batch (of an evaluation: in its data set).
     reward: None where the sample has none.
     details: how it came to its reward.
+    weights: the digest of the weights that drew the response (`realhf.master.weights`); "": not known.
     """
 
     step: Step
@@ -34,6 +35,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     response: str
     reward: float | None
     details: RewardDetails = NO_DETAILS
+    weights: str = ""
 
 
 @dataclass(frozen=True)
