@@ -66,8 +66,10 @@ class PlacedModel:
             return versions * elements * self.item
         states = 0 if features.offloads_states else self.updated_elements() * state_bytes
         written = self.elements(is_divided=True) if features.copies_checkpoints else 0
+        elsewhere = self.gradient_elements() - self.elements()
         return (
             elements * (self.item + features.gradient_bytes(self.dtype))
+            + elsewhere * features.gradient_bytes(self.dtype)
             + states + written * (self.item + state_bytes)
         )  # fmt: skip
 
@@ -82,6 +84,13 @@ class PlacedModel:
     def elements(self, *, is_divided: bool = False) -> int:
         """Parameters, whole or divided over dp."""
         return math.ceil(model_sizes(self.model).largest(self.strategy) / (self.strategy.dp if is_divided else 1))
+
+    def gradient_elements(self) -> int:
+        """Elements of what a part of a mini-batch has a gradient of under reproducible="layout": the rows of a tied
+        embedding that tokens look up are apart from its head, where one device has both."""
+        sizes, one_stage = model_sizes(self.model), self.strategy.pp == 1
+        apart = sizes.embedding_sharded // self.strategy.tp if self.features.ordered and sizes.tied and one_stage else 0
+        return self.elements() + apart
 
     def _kept_elements(self, *, trained: bool) -> int:
         """Parameters that the device keeps, and of a training their gradients."""
