@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.architecture.chunks import GATHERED_ELEMENTS
 from realhf.engine.batch import PART, Batch
 from realhf.engine.returned import InterfaceError
 from realhf.engine.train.data_parallel import Parameters, sum_over
 from realhf.parallel.collectives import gathered
 from realhf.parallel.ordered import tree_sum
 
-_GATHERED = 2**20  # elements that ranks exchange at a time
 _IN_CACHE = 2**16  # elements that stay in a core's cache from the first operation on them to the last
 
 
@@ -78,7 +78,7 @@ class OrderedGradient:
         """After `collect`: the gradient is that of the whole mini-batch, over all ranks."""
         if (group := self._groups.data) is not None:
             for vector in self.vectors:
-                for chunk in vector.flatten().split(_GATHERED):
+                for chunk in vector.flatten().split(GATHERED_ELEMENTS):
                     chunk.copy_(tree_sum(gathered(chunk, group)))
         if self._tied is not None and self._looked_up is not None:
             self._tied += self._looked_up

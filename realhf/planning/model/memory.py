@@ -8,6 +8,7 @@ from realhf.architecture.chunks import OPTIMIZER_ELEMENTS, STAGED_CHUNKS
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.kept import kept
 from realhf.geometry.layout import ParallelStrategy, stage_layers
+from realhf.geometry.reproducible import tensor_leaves
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.osdp.units import StageUnits, by_stage
 from realhf.planning.model.sizes import linear_elements, model_sizes
@@ -120,9 +121,21 @@ class PlacedModel:
 
     def packed_bytes(self) -> int:
         """The second copy of the linears' weights while a call generates
-        (`realhf.engine.generate.loop.packed_weights`)."""
-        is_packed = self.features.packs_weights and self.dtype != "float64"
-        return linear_elements(self.model, self.strategy) * self.item if is_packed else 0
+        (`realhf.engine.generate.loop.packed_weights`). Under reproducible="layout" prefill keeps one more of its own,
+        with the head's even if it is tied, and decode steps without tensor parallelism have row-parallel weights by
+        leaves too."""
+        if not self.features.packs_weights or self.dtype == "float64":
+            return 0
+        model, strategy = self.model, self.strategy
+        linears, tied = linear_elements(model, strategy), model_sizes(model).tied
+        if not self.features.ordered:
+            return linears * self.item
+        kept = linears + (model_sizes(model).embedding_sharded // strategy.tp if tied else 0)
+        if strategy.tp > 1:
+            return kept * self.item
+        layers = len(stage_layers(model.num_layers, strategy.pp, 0))
+        by_leaves = 0 if model.experts.count or tensor_leaves(model) == 1 else model.query_size + model.intermediate_size
+        return (linears + kept + layers * model.hidden_size * by_leaves) * self.item
 
     def cache_bytes(self, tokens: float) -> float:
         """Keys and values of `tokens` tokens on the first stage: no other has more layers."""
