@@ -80,7 +80,9 @@ class CallBench:
         beyond = optimizer_s_per_parameter * updated + self._exchange_s(model)
         part_s = self._part_s(model)
         forward_call, forward_micro_batch = _split({n: self._forward_rest_s(model, n) for n in (FEW, MANY)})
-        train_call, train_micro_batch = _split({n: self._train_rest_s(model, n) - beyond - n * part_s for n in (FEW, MANY)})
+        train_call, train_micro_batch = _split(
+            {n: self._train_rest_s(model, n) - beyond - n * part_s for n in (FEW, MANY)}
+        )
         generate_call, per_parameter, decode_step = self._generation()
         return CallOverheads(
             forward_s=forward_call,

@@ -477,9 +477,7 @@ def test_degrees_that_do_not_divide_the_leaves_are_not_measured():
     """A model of 8 key heads has 4 leaves."""
     from realhf.profiling.profiler import _is_legal
 
-    wide = DecoderConfig(
-        hidden_size=64, intermediate_size=64, num_layers=1, num_heads=8, num_kv_heads=8, vocab_size=64
-    )
+    wide = DecoderConfig(hidden_size=64, intermediate_size=64, num_layers=1, num_heads=8, num_kv_heads=8, vocab_size=64)
     for reproducible, most in (("plan", 8), ("layout", 4)):
         target = ProfileTarget(model=wide, dtype="float32", reproducible=reproducible)
         assert [tp for tp in (1, 2, 4, 8) if _is_legal(target, tp)][-1] == most

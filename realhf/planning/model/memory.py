@@ -134,7 +134,9 @@ class PlacedModel:
         if strategy.tp > 1:
             return kept * self.item
         layers = len(stage_layers(model.num_layers, strategy.pp, 0))
-        by_leaves = 0 if model.experts.count or tensor_leaves(model) == 1 else model.query_size + model.intermediate_size
+        by_leaves = (
+            0 if model.experts.count or tensor_leaves(model) == 1 else model.query_size + model.intermediate_size
+        )
         return (linears + kept + layers * model.hidden_size * by_leaves) * self.item
 
     def cache_bytes(self, tokens: float) -> float:

@@ -209,7 +209,9 @@ def profile_path(
 ) -> Path:
     """`ROOT/HARDWARE/HASH.json`: where the profile of a model type lies; `root` is `profiles_root()` by default."""
     key = {"model": msgspec.to_builtins(model), "dtype": dtype}
-    content = msgspec.json.encode(key | ({} if reproducible == "plan" else {"reproducible": reproducible}), order="sorted")
+    content = msgspec.json.encode(
+        key | ({} if reproducible == "plan" else {"reproducible": reproducible}), order="sorted"
+    )
     return (root or profiles_root()) / hardware / f"{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 

@@ -296,9 +296,11 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         return max(passes + self.gathered_bytes(), self.placed.chunk_bytes()) if self.call.trains else passes
 
     def _with_parts_bytes(self, passes: float) -> float:
-        """Passes whose micro-batches are parts with gradients of their own (`realhf.engine.train.ordered`). While one is
-        computed, those before it wait as the sums of a binary tree; then its own is copied, when only the other
-        micro-batches in flight keep activations. At the end ranks gather chunks, and add them up."""
+        """Passes whose micro-batches are parts with gradients of their own (`realhf.engine.train.ordered`).
+
+        While one is computed, those before it wait as the sums of a binary tree; then its own is copied, when only the
+        other micro-batches in flight keep activations. At the end ranks gather chunks, and add them up.
+        """
         placed, strategy = self.placed, self.placed.strategy
         elements, gradient = placed.gradient_elements(), placed.features.gradient_bytes(placed.dtype)
         waiting = (self.micro_batches - 1).bit_length() * elements * gradient

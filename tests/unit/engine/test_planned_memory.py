@@ -15,7 +15,6 @@ from realhf.cpu import products
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.backend import ModelSpec
-from realhf.cpu import products
 from realhf.engine.batch import PART, Batch
 from realhf.engine.generate import paged_attention
 from realhf.engine.generate.loop import generate, packed_weights

@@ -108,7 +108,7 @@ def test_tensor_parallel_ranks_gather_the_sums_of_all_leaves() -> None:
 
 
 def test_degrees_that_were_not_measured_gather_too() -> None:
-    """Of the layer at tp=2 its own two gathers are taken out, half of the rest is taken, and two over four are added."""
+    """The layer at tp=2 without its own two gathers, half of it, and two gathers over four."""
     timings = ProfiledTimings.of(of_layout(), CPU)
     size_bytes = 4 * 10 * 64 * 4
     at_two = 10 * 150 - 2 * 0.5e-3 * size_bytes
