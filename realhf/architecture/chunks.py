@@ -34,3 +34,7 @@ def logits_tile(rows: int, vocab: int, item: int, chunk_bytes: int) -> tuple[int
     tile_rows = min(rows, max(chunk_bytes // (vocab * item), _FEWEST_ROWS))
     tile_vocab = min(vocab, max(1, chunk_bytes // (max(1, tile_rows) * item)))
     return max(1, min(tile_rows, chunk_bytes // (tile_vocab * item))), tile_vocab
+
+
+# Elements of gradients that ranks gather at a time, where their bits must not depend on the layout.
+GATHERED_ELEMENTS = 2**20

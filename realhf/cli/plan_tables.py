@@ -139,6 +139,8 @@ def totals(comparison: Comparison) -> Iterator[str]:
     intervals = comparison.plan.intervals
     range_text = f", in 90 % of draws {interval_text(intervals.step_s)} s" if intervals else ""
     yield f"predicted step: {analysis.step_s:.3f} s{range_text}, from {source}"
+    if costs.plain:
+        yield option_text(analysis.step_s, comparison.plain_step_s)
     hours = f"{analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million tokens"
     yield f"{analysis.tokens_per_s:,.0f} tokens/s, {hours}"
     fullest, each = max(analysis.prediction.needs, key=lambda need: need.peak_bytes), comparison.task.cluster
@@ -159,6 +161,15 @@ def totals(comparison: Comparison) -> Iterator[str]:
         words = f"{step_s:.3f} s, {step_s / analysis.step_s:.2f} x this one"
         words += f", but it {simple.problem}" if simple.problem else ""
     yield f"heuristic plan (all calls alike on all devices): {words}"
+
+
+def option_text(step_s: float, plain_s: float | None) -> str:
+    """What reproducible="layout" costs, of a plan's steps with it and without (None: not known)."""
+    if plain_s is None:
+        remedy = "measure both, by `realhf profile` with --reproducible layout and with plan"
+        return f"reproducible='layout': the prediction does not know its kernels; {remedy}"
+    without = f"{plain_s:.3f} s without it ({step_s / plain_s - 1:+.0%})"
+    return f"reproducible='layout': predicted step {step_s:.3f} s, {without}"
 
 
 def sure_text(seconds: str, interval: tuple[float, float] | None) -> str:

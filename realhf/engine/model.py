@@ -18,12 +18,10 @@ from realhf.engine.residency.residency import Boxes, Residency
 from realhf.engine.train.data_parallel import NativeParameters, Parameters, place_of
 from realhf.engine.train.step import Trainer
 from realhf.geometry.boxes import Box
-from realhf.geometry.reproducible import tensor_leaves
 from realhf.geometry.shards import shard_boxes
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind, optimizer_steps
-from realhf.models.ordered_layers import OrderedLayers
-from realhf.parallel.ordered import Leaves, check_in_order
+from realhf.models.ordered_layers import compute_in_order
 
 
 class ShardedModel:
@@ -39,9 +37,7 @@ class ShardedModel:
         self.parameters: Parameters = self.make_parameters(spec)
         self.decoder = self.parameters.decoder
         if compute.reproducible == "layout":
-            check_in_order(spec.device)
-            self.decoder.leaves = Leaves(tensor_leaves(config) // groups.layout.strategy.tp, groups.tensor)
-            self.decoder.trains_layer = self.decoder.infers_layer = OrderedLayers(self.decoder.leaves)
+            compute_in_order(self.decoder, spec.device)
         is_replicated = self.parameters.data_parallel == "zero1"
         self._kept = KeptWorkspace(is_possible=is_replicated, timeout_s=spec.timeout_s)
         self._neighbours = Neighbours(groups, config.hidden_size, self.parameters.flat, spec.timeout_s)

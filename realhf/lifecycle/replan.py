@@ -137,7 +137,10 @@ def keep_times(run: Run, directory: RunDirectory) -> None:
         shape = call.layout.strategy, call.micro_batches
         logarithms = [math.log(value) for value in seconds]
         spread = statistics.stdev(logarithms) if len(logarithms) > 1 else 0.0
-        path = profile_path(model.timings.model, model.timings.dtype, task.cluster.hardware.name)
+        measured = model.timings.profile
+        path = profile_path(
+            measured.model, measured.dtype, task.cluster.hardware.name, reproducible=measured.reproducible
+        )
         seen[path].append(
             SeenCall(
                 interface=model.call.interface_type.value,

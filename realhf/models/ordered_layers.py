@@ -8,16 +8,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realhf.cpu import fused
+from realhf.geometry.reproducible import tensor_leaves
 from realhf.models.attention import Attention
-from realhf.models.decoder import DecoderLayer, SelfAttention
+from realhf.models.decoder import Decoder, DecoderLayer, SelfAttention
 from realhf.models.mlp import ACTIVATIONS, GatedMLP, MixtureOfExperts, PlainMLP
 from realhf.models.norms import RMSNorm
 from realhf.models.rotary import rotate
-from realhf.parallel.ordered import Leaves, columns, row
+from realhf.parallel.ordered import Leaves, check_in_order, columns, row
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 # torch computes the numbers behind the last whole vector by other instructions, which round otherwise.
 _VECTORS = 64
+
+
+def compute_in_order(decoder: Decoder, device: torch.device | str) -> None:
+    """From now on the decoder's results have the same bits under every layout. Raises UserError as `check_in_order`."""
+    check_in_order(device)
+    groups = decoder.groups
+    decoder.leaves = Leaves(tensor_leaves(decoder.config) // groups.layout.strategy.tp, groups.tensor)
+    decoder.trains_layer = decoder.infers_layer = OrderedLayers(decoder.leaves)
 
 
 class OrderedLayers:

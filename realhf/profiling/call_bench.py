@@ -9,15 +9,19 @@ from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
+from realhf.architecture.compute import Computation
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
-from realhf.engine.batch import Batch
+from realhf.engine.batch import PART, Batch
 from realhf.engine.generate.loop import packed_weights
 from realhf.engine.interface import GenerationRequest, Stats
 from realhf.engine.model import ShardedModel
+from realhf.engine.train.ordered import OrderedGradient
 from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import ParallelGroups
 from realhf.planning.model.profile import CallOverheads
 from realhf.profiling.job import ProfileTarget
+from realhf.profiling.model_bench import LAYERS as BENCH_LAYERS
 from realhf.profiling.model_bench import ModelBench, Stopwatch, Work
 
 LAYERS = 2  # one a stage where there are two
@@ -49,7 +53,8 @@ class CallBench:
         lengths: list[int],
     ):
         self.model = replace(target.model.with_head("scalar"), num_layers=LAYERS)
-        self.target_dtype, self.dtype = target.dtype, getattr(torch, target.dtype)
+        self.target, self.dtype = target, getattr(torch, target.dtype)
+        self.compute = Computation(reproducible=target.reproducible)
         self.device, self.watch = watch.device, watch
         self.data, self.pipeline = data, pipeline
         # They begin with different tokens: a common prefix would be computed once.
@@ -59,7 +64,7 @@ class CallBench:
         ]
         self.batch = Batch(tuple(range(len(lengths))), {"seq": sequences})
         self.short = self.batch.with_data(seq=[sequence[:SHORT] for sequence in sequences])
-        self.bench = ModelBench(self.model, target.dtype, data, watch, layers=LAYERS)
+        self.bench = self._bench(self.model, layers=LAYERS)
 
     def overheads(self, optimizer_s_per_parameter: float, message_s: float) -> CallOverheads:
         """The seconds of calls beyond their parts.
@@ -73,8 +78,11 @@ class CallBench:
         model = self._model(self.data)
         updated = sum(part.stop - part.start for part in model.parameters.updated)
         beyond = optimizer_s_per_parameter * updated + self._exchange_s(model)
+        part_s = self._part_s(model)
         forward_call, forward_micro_batch = _split({n: self._forward_rest_s(model, n) for n in (FEW, MANY)})
-        train_call, train_micro_batch = _split({n: self._train_rest_s(model, n) - beyond for n in (FEW, MANY)})
+        train_call, train_micro_batch = _split(
+            {n: self._train_rest_s(model, n) - beyond - n * part_s for n in (FEW, MANY)}
+        )
         generate_call, per_parameter, decode_step = self._generation()
         return CallOverheads(
             forward_s=forward_call,
@@ -85,6 +93,7 @@ class CallBench:
             generate_s_per_parameter=per_parameter,
             decode_step_s=decode_step,
             message_s=self._beyond_message_s(message_s, forward_micro_batch) if message_s else 0.0,
+            part_s_per_parameter=part_s / model.parameters.flat.numel(),
         )
 
     def message_s(self, exchange: Callable[[Tensor], object] | None) -> float:
@@ -96,9 +105,9 @@ class CallBench:
     def _generation(self) -> tuple[float, float, float]:
         """Seconds of a call, of each parameter and of a decode step beyond prefill, decode steps and sampling."""
         lm = self.model.with_head("lm")
-        model = ShardedModel(ModelSpec(lm, self.data, self.dtype, self.device))
+        model = ShardedModel(ModelSpec(lm, self.data, self.dtype, self.device, compute=self.compute))
         model.initialise(0)
-        bench = ModelBench(lm, self.target_dtype, self.data, self.watch)
+        bench = self._bench(lm)
         lengths = [len(prompt) for prompt in self.batch.data["seq"]]
         tokens, context = sum(lengths), sum(lengths) // len(lengths)
 
@@ -134,17 +143,37 @@ class CallBench:
         """Seconds of the slowest rank to exchange the short model's gradients and parameters over the data-parallel
         ranks."""
         parameters, gradients = (torch.zeros_like(x) for x in (model.parameters.flat, model.parameters.gradient))
+        ordered = _ordered(model)
 
         def exchange() -> None:
-            reduce_scatter(gradients, self.data.data)
+            if ordered is None:
+                reduce_scatter(gradients, self.data.data)
+            else:
+                ordered.reduce()
             all_gather(parameters, self.data.data)
 
         return self.watch.seconds(exchange, slowest=True)
 
+    def _part_s(self, model: ShardedModel) -> float:
+        """Seconds of a part of a mini-batch beyond its passes: its gradient becomes one of MANY that are added up."""
+        if (ordered := _ordered(model)) is None:
+            return 0.0
+
+        def add_up() -> None:
+            ordered.divided(_in_parts(self.batch, MANY))
+            for part in range(MANY):
+                ordered.add(part)
+            ordered.collect()
+
+        return self.watch.seconds(add_up, slowest=True) / MANY
+
+    def _bench(self, model: DecoderConfig, layers: int = BENCH_LAYERS) -> ModelBench:
+        reproducible = self.target.reproducible
+        return ModelBench(model, self.target.dtype, self.data, self.watch, layers=layers, reproducible=reproducible)
+
     def _model(self, groups: ParallelGroups) -> ShardedModel:
-        model = ShardedModel(
-            ModelSpec(self.model, groups, self.dtype, self.device, optimizer=OptimizerConfig(), total_optimizer_steps=1)
-        )
+        spec = ModelSpec(self.model, groups, self.dtype, self.device, compute=self.compute)
+        model = ShardedModel(replace(spec, optimizer=OptimizerConfig(), total_optimizer_steps=1))
         model.initialise(0)
         return model
 
@@ -163,7 +192,8 @@ class CallBench:
     def _train_rest_s(self, model: ShardedModel, micro_batches: int) -> float:
         """Seconds of a mini-batch of short sequences beyond its passes, with the wait for the slowest rank."""
         _, train = self.bench.parts(_lengths(self.short, micro_batches))
-        step = partial(model.train_step, self.short, "seq", _loss, _weight, micro_batches)
+        batch = self.short if _ordered(model) is None else _in_parts(self.short, micro_batches)
+        step = partial(model.train_step, batch, "seq", _loss, _weight, micro_batches)
         return self.watch.seconds_and_rest(partial(_repeat, train, micro_batches), step, slowest=True)[1]
 
 
@@ -176,6 +206,15 @@ def _split(residual: dict[int, float]) -> tuple[float, float]:
 def _lengths(batch: Batch, micro_batches: int) -> list[int]:
     """Of the sequences of the first of equal micro-batches."""
     return [len(sequence) for sequence in batch.split(micro_batches)[0].data["seq"]]
+
+
+def _ordered(model: ShardedModel) -> OrderedGradient | None:
+    return model.trainer.ordered if model.trainer else None
+
+
+def _in_parts(batch: Batch, parts: int) -> Batch:
+    """The batch, as all of a mini-batch with so many parts."""
+    return batch.with_data(**{PART: [torch.tensor([i * parts // len(batch), parts]) for i in range(len(batch))]})
 
 
 def _repeat(work: Work, times: int) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from realhf.architecture.compute import Reproducible
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.measured import Measurement
@@ -14,10 +15,11 @@ JOB_FILE, RESULTS = "profile_job.json", "results"
 
 
 class ProfileTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model type in one dtype."""
+    """One model type in one dtype, computed as `reproducible` says."""
 
     model: DecoderConfig
     dtype: DType
+    reproducible: Reproducible = "plan"
 
     @property
     def file(self) -> str:
@@ -26,7 +28,7 @@ class ProfileTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def path(self, hardware: str, root: Path | None) -> Path:
         """Where plans look for its profile; `root` is `profiles_root()` by default."""
-        return profile_path(self.model, self.dtype, hardware, root).absolute()
+        return profile_path(self.model, self.dtype, hardware, root, self.reproducible).absolute()
 
 
 class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -112,7 +112,8 @@ def targets_of(experiment: ResolvedExperiment) -> list[ProfileTarget]:
             "plan without a profile, by the models' dimensions; `realhf run --replan suggest` plans again with the "
             "measured times of calls"
         )
-    return [ProfileTarget(model=model, dtype=dtype) for model, dtype in pairs]
+    chosen = experiment.reproducible
+    return [ProfileTarget(model=model, dtype=dtype, reproducible=chosen) for model, dtype in pairs]
 
 
 def profile_job(

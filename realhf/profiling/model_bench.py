@@ -13,6 +13,7 @@ from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
+from realhf.architecture.compute import Reproducible
 from realhf.architecture.decoding import DECODE_GRAPHS
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.engine import build
@@ -28,7 +29,9 @@ from realhf.engine.interface import GenerationRequest
 from realhf.engine.packing import pack_micro_batch
 from realhf.engine.train.optimizer import gradient_dtype
 from realhf.geometry.batching import Limits, Scheduler, pages_for
+from realhf.geometry.reproducible import tensor_leaves
 from realhf.models.attention import Attention
+from realhf.models.ordered_layers import compute_in_order
 from realhf.models.rotary import rotary_tables
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
@@ -167,6 +170,7 @@ class ModelBench:
         watch: Stopwatch,
         *,
         layers: int = LAYERS,
+        reproducible: Reproducible = "plan",
     ):
         self.model, self.dtype, self.groups, self.watch = model, getattr(torch, dtype), groups, watch
         self.layers = layers
@@ -176,6 +180,8 @@ class ModelBench:
         config = replace(model, num_layers=layers)
         arena = build.build_arena(config, groups, self.dtype, device)
         self.decoder = build.decoder_on(config, groups, arena.views())
+        if reproducible == "layout":
+            compute_in_order(self.decoder, device)
         arena.flat.normal_(std=0.02)  # zeros would draw less power, hence run faster, on a GPU
         build.attach_gradients(self.decoder, Arena(arena.layout, gradient_dtype(self.dtype, OptimizerConfig()), device))
 
@@ -210,7 +216,7 @@ class ModelBench:
         cache = self._cache(sequences * pages)
         table = torch.arange(sequences * pages, dtype=torch.int32, device=self.device).view(sequences, pages)
         lengths = torch.full((sequences,), context, dtype=kernels.lengths_dtype, device=self.device)
-        attend = StepAttention(cache, DecodeRows(table, lengths), None)
+        attend = StepAttention(cache, DecodeRows(table, lengths), None, in_order=self.decoder.leaves is not None)
         cos, sin = rotary_tables(lengths, self.model, self.dtype)
         x = self._hidden(sequences)
 
@@ -231,7 +237,8 @@ class ModelBench:
             return self.watch.seconds(None)
         options = GenerationOptions(max_new_tokens=_MOST_STEPS, eos_token=-1)
         batch = Batch(tuple(range(sequences)), {"prompt": [self._tokens(context)] * sequences})
-        choice = TokenChoice(batch, GenerationRequest(options, sample_key=(0, 0)), self.device)
+        leaves = 0 if self.decoder.leaves is None else tensor_leaves(self.model)
+        choice = TokenChoice(batch, GenerationRequest(options, sample_key=(0, 0)), self.device, leaves)
         page = self._kernels().page
         scheduler = Scheduler(
             [context] * sequences,
@@ -256,7 +263,7 @@ class ModelBench:
         return self.watch.seconds(step)
 
     def _layers(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
-        replacement = None if torch.is_grad_enabled() else self.decoder.infers_layer
+        replacement = self.decoder.trains_layer if torch.is_grad_enabled() else self.decoder.infers_layer
         for layer in self.decoder.model.layers.values():
             run = layer if replacement is None else partial(replacement, layer)
             x = run(x, cos, sin, attend)
@@ -279,7 +286,8 @@ class ModelBench:
 
     def _packed(self, lengths: list[int]) -> tuple[Work, Work]:
         """The passes of all layers."""
-        packed = pack_micro_batch(list(self._tokens(sum(lengths)).split(lengths)), self.device)
+        in_order = self.decoder.leaves is not None
+        packed = pack_micro_batch(list(self._tokens(sum(lengths)).split(lengths)), self.device, in_order=in_order)
         # Not timed: a stage makes the tables once for all of its layers.
         cos, sin = rotary_tables(packed.positions, self.model, self.dtype)
         run = partial(self._layers, cos=cos, sin=sin, attend=packed.attend)

@@ -26,8 +26,10 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_bytes
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
+from realhf.engine.train.ordered import OrderedGradient
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.geometry.parameters import decoder_parameters
+from realhf.geometry.reproducible import unordered
 from realhf.launch.process import worker_index
 from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import GroupTable, make_world
@@ -158,7 +160,7 @@ class Profiler:
         """The profile of a model type, without the timings that `profiles` measures once for the machine."""
         spread: dict[ProfilePart, float] = {}
         self.watch.take_spread()
-        tensor = tuple(self._tensor(target, tp) for tp in self.layouts if _is_legal(target.model, tp))
+        tensor = tuple(self._tensor(target, tp) for tp in self.layouts if _is_legal(target, tp))
         self.set_activity(f"measuring sampling and the optimizer, {target.dtype}")
         bench = self._bench(target, 1)
         # A worker's share of the batch under pure data parallelism.
@@ -179,6 +181,7 @@ class Profiler:
             hardware=self.hardware,
             model=target.model,
             dtype=target.dtype,
+            reproducible=target.reproducible,
             sequence_length=self.job.sequence_length,
             tensor=tensor,
             collectives=(),
@@ -267,11 +270,15 @@ class Profiler:
         parameters = torch.zeros(count, dtype=getattr(torch, target.dtype), device=self.device)
         config = OptimizerConfig()
         gradients = torch.ones(count, dtype=gradient_dtype(parameters.dtype, config), device=self.device)
-        optimizer = FlatAdamW([parameters], config, total_steps=1)
+        is_ordered = target.reproducible == "layout"
+        optimizer = FlatAdamW([parameters], config, total_steps=1, in_vectors=is_ordered)
 
         def step() -> None:
             gradients.zero_()
-            square_sum(gradients).item()
+            if is_ordered:
+                OrderedGradient.norm([gradients], self.device, None)
+            else:
+                square_sum(gradients).item()
             optimizer.step([gradients], 0.5)
 
         return self.watch.seconds(step, before=training) / count
@@ -291,7 +298,7 @@ class Profiler:
     def _bench(self, target: ProfileTarget, tp: int) -> ModelBench:
         layout = self.layouts[tp]
         groups = self.table.groups(layout) if self.rank in layout.mesh.devices else None
-        return ModelBench(target.model, target.dtype, groups, self.watch)
+        return ModelBench(target.model, target.dtype, groups, self.watch, reproducible=target.reproducible)
 
     def _lengths(self, tokens: int) -> list[int]:
         return spread_lengths(tokens, self.job.sequence_length, self.job.length_spread)
@@ -356,12 +363,12 @@ def spread_lengths(tokens: int, mean: int, spread: int) -> list[int]:
     return [end - start for start, end in pairwise(borders) if end > start]
 
 
-def _is_legal(model: DecoderConfig, tp: int) -> bool:
+def _is_legal(target: ProfileTarget, tp: int) -> bool:
     try:
-        check_strategy("profile", model, ParallelStrategy(tp=tp))
+        check_strategy("profile", target.model, ParallelStrategy(tp=tp))
     except UserError:
         return False
-    return True
+    return target.reproducible == "plan" or not unordered(target.model, ParallelStrategy(tp=tp))
 
 
 def _head_name(tp: int) -> str:

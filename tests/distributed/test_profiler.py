@@ -14,11 +14,14 @@ from msgspec import structs
 
 from realhf.architecture.model import DecoderConfig
 from realhf.cli import main
+from realhf.cpu.products import has_products
+from realhf.geometry.parameters import parameter_count
 from realhf.launch.local import LocalLauncher
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.measured import constants_path, load_constants
 from realhf.planning.model.profile import CallOverheads, LayerProfile, load_profile, profile_path
 from realhf.planning.model.timings import load_costs
+from realhf.profiling.job import ProfileTarget
 from realhf.profiling.model_bench import spread_of
 from tests.distributed.pool import run_distributed
 from tests.waiting import PATIENCE_S
@@ -413,6 +416,71 @@ def test_what_noise_spoiled_is_in_every_profile_that_it_belongs_to():
     assert sorted(scalar) == sorted([*of_trunk, *decode])
     assert lm_s == scalar_s == 16 / 4
     assert trainings == 1, "before the one reading of the optimizer's step, of the trunk that both have"
+
+
+def _profile_in_order(rank: int) -> tuple[LayerProfile, set[tuple[int, bool]], set[str], int]:
+    """On two ranks: the profile of a model under reproducible="layout"; of its benches the leaves of a rank and whether
+    trainings go through them, how its models compute, and of how many numbers the norm was taken."""
+    import torch
+
+    from realhf.engine.train.ordered import OrderedGradient
+    from realhf.profiling import call_bench, profiler
+    from realhf.profiling.job import ProfileJob, ProfileTarget
+
+    kernels, computed, normed = set(), set(), []
+
+    class Bench(profiler.ModelBench):
+        def layer(self, lengths: list[int]) -> tuple[float, float]:
+            kernels.add((self.decoder.leaves.own, self.decoder.trains_layer is self.decoder.infers_layer))
+            return super().layer(lengths)
+
+    class Model(call_bench.ShardedModel):
+        def __init__(self, spec):
+            super().__init__(spec)
+            computed.add(spec.compute.reproducible)
+
+    norm = OrderedGradient.norm
+    OrderedGradient.norm = staticmethod(lambda counted, *where: normed.append(len(counted[0])) or norm(counted, *where))
+    profiler.ModelBench = call_bench.ModelBench = Bench
+    call_bench.ShardedModel = Model
+    profiler.median_round_trip_s = lambda *_: 1.0
+    with tempfile.TemporaryDirectory() as folder:
+        job = ProfileJob(
+            hardware=load_hardware("cpu"),
+            targets=(ProfileTarget(model=MODEL, dtype="float32", reproducible="layout"),),
+            num_workers=2,
+            batch_size=2,
+            sequence_length=4,
+            length_spread=0,
+            max_tokens=32,
+            max_sequences=2,
+            repetitions=1,
+            timeout_s=PATIENCE_S,
+        )
+        [found] = profiler.Profiler(job, rank, torch.device("cpu"), Path(folder), lambda _: None).profiles()
+    return found, kernels, computed, max(normed)
+
+
+@pytest.mark.skipif(not has_products(), reason="a processor without AVX-512 and its bfloat16")
+def test_the_kernels_of_reproducible_layout_are_measured():
+    """Both leaves of a model at tp=1 and each at tp=2, in layers and in whole calls; parts and the norm of a step."""
+    for profile, kernels, computed, normed in run_distributed(_profile_in_order, 2):
+        assert profile.reproducible == "layout"
+        assert [timings.tp for timings in profile.tensor] == [1, 2]
+        assert kernels == {(2, True), (1, True)}
+        assert computed == {"layout"}
+        assert profile.overheads.part_s_per_parameter > 0
+        assert normed == parameter_count(MODEL)
+
+
+def test_degrees_that_do_not_divide_the_leaves_are_not_measured():
+    """A model of 8 key heads has 4 leaves."""
+    from realhf.profiling.profiler import _is_legal
+
+    wide = DecoderConfig(hidden_size=64, intermediate_size=64, num_layers=1, num_heads=8, num_kv_heads=8, vocab_size=64)
+    for reproducible, most in (("plan", 8), ("layout", 4)):
+        target = ProfileTarget(model=wide, dtype="float32", reproducible=reproducible)
+        assert [tp for tp in (1, 2, 4, 8) if _is_legal(target, tp)][-1] == most
 
 
 def test_the_stopwatch_gives_all_ranks_the_mean_or_the_slowest_of_those_that_work():

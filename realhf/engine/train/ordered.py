@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.architecture.chunks import GATHERED_ELEMENTS
 from realhf.engine.batch import PART, Batch
 from realhf.engine.returned import InterfaceError
 from realhf.engine.train.data_parallel import Parameters, sum_over
 from realhf.parallel.collectives import gathered
 from realhf.parallel.ordered import tree_sum
 
-_GATHERED = 2**20  # elements that ranks exchange at a time
 _IN_CACHE = 2**16  # elements that stay in a core's cache from the first operation on them to the last
 
 
@@ -61,21 +61,24 @@ class OrderedGradient:
         part = self._present[micro_batch]
         while self._next < part:
             self._climb(None)
-        self._climb([each.clone() for each in self._vectors()])
-        for each in self._vectors():
+        self._climb([each.clone() for each in self.vectors])
+        for each in self.vectors:
             each.zero_()
 
-    def reduce(self) -> None:
-        """After the last part: the gradient is that of the whole mini-batch, over all ranks."""
+    def collect(self) -> None:
+        """After the last part: the gradient is that of all parts of this rank."""
         while self._next < self._parts:
             self._climb(None)
         [total] = self._waiting
-        for vector, of_rank in zip(self._vectors(), total or (), strict=bool(total)):
+        for vector, of_rank in zip(self.vectors, total or (), strict=bool(total)):
             vector.copy_(of_rank)
         self._waiting = []
+
+    def reduce(self) -> None:
+        """After `collect`: the gradient is that of the whole mini-batch, over all ranks."""
         if (group := self._groups.data) is not None:
-            for vector in self._vectors():
-                for chunk in vector.flatten().split(_GATHERED):
+            for vector in self.vectors:
+                for chunk in vector.flatten().split(GATHERED_ELEMENTS):
                     chunk.copy_(tree_sum(gathered(chunk, group)))
         if self._tied is not None and self._looked_up is not None:
             self._tied += self._looked_up
@@ -83,13 +86,13 @@ class OrderedGradient:
         elif self._tied is not None and self._groups.tied is not None:
             sum_over(self._groups.tied, [self._tied])
 
-    def norm(self, counted: Sequence[Tensor]) -> float:
-        """The Euclidean norm of the gradient's vectors `counted` on all ranks of the model.
+    @staticmethod
+    def norm(counted: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> float:
+        """The Euclidean norm of the gradient's vectors `counted` of all ranks of `group`, those of a model.
 
         Squares are added on two grids, the coarser for what the greatest square allows: sums on them are exact, so that
         their order does not matter (Demmel and Nguyen, "Parallel reproducible summation", 2015).
         """
-        group, device = self._groups.model, self.parameters.gradient.device
         greatest = torch.zeros(1, dtype=torch.float64, device=device)
         for vector in counted:
             greatest = torch.maximum(greatest, torch.stack(vector.aminmax()).abs().max().double())
@@ -114,7 +117,9 @@ class OrderedGradient:
             dist.all_reduce(sums, group=group)
         return math.sqrt(sums.sum().item())
 
-    def _vectors(self) -> list[Tensor]:
+    @property
+    def vectors(self) -> list[Tensor]:
+        """The gradient of all parameters, and that of the rows that tokens look up where it is apart."""
         gradient = self.parameters.gradient
         return [gradient] if self._looked_up is None else [gradient, self._looked_up]
 

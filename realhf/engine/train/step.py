@@ -91,7 +91,7 @@ class Trainer:
         self.parameters, self.decoder, self.neighbours = parameters, parameters.decoder, neighbours
         self.compute = compute
         parameters.attach_gradients(gradient_dtype(parameters.flat.dtype, config))
-        self._ordered = None if self.decoder.leaves is None else OrderedGradient(parameters)
+        self.ordered = None if self.decoder.leaves is None else OrderedGradient(parameters)
         parts = [parameters.flat[part] for part in parameters.updated]
         in_vectors = self.decoder.leaves is not None
         self.optimizer = FlatAdamW(parts, config, total_optimizer_steps, in_vectors=in_vectors)
@@ -107,7 +107,7 @@ class Trainer:
             ValueError: the weights of the mini-batch do not sum to a positive number.
             FloatingPointError: the gradient's norm is not finite; the parameters are as before.
         """
-        divided = batch.balanced(tokens_key, micro_batches) if self._ordered is None else self._ordered.divided(batch)
+        divided = batch.balanced(tokens_key, micro_batches) if self.ordered is None else self.ordered.divided(batch)
         parts = [batch.select(places) for places in divided]
         local_weight = float(sum(weight(part) for part in parts))
         global_weight = self._sum_over_data(local_weight)
@@ -117,10 +117,11 @@ class Trainer:
                 f"{global_weight}, which must be finite and above 0; is there any token to train on?"
             )
         sums = self._accumulate(parts, tokens_key, loss, global_weight)
-        if self._ordered is None:
+        if self.ordered is None:
             self.parameters.reduce_gradients(sequence_parallel=self.compute.sequence_parallel)
         else:
-            self._ordered.reduce()
+            self.ordered.collect()
+            self.ordered.reduce()
         gradients = [self.parameters.gradient[part] for part in self.parameters.updated]
         lr = self.optimizer.lr
         norm = self._norm()
@@ -171,7 +172,7 @@ class Trainer:
 
         self.parameters.zero_gradients()
         with self.parameters.computing() as end_pass:
-            end_backward = None if self._ordered is None else self._ordered.add
+            end_backward = None if self.ordered is None else self.ordered.add
             run_training(self.neighbours, counts, run, end_pass, end_backward)
         sums = _Sums()
         for value, stats in read_losses(unread):
@@ -186,8 +187,8 @@ class Trainer:
         gradient, updated = self.parameters.gradient, self.parameters.updated
         starts = [(place_of(part.start, updated), part) for part in self._counted if part.stop > part.start]
         counted = [gradient[start : start + part.stop - part.start] for start, part in starts]
-        if self._ordered is not None:
-            return self._ordered.norm(counted)
+        if self.ordered is not None:
+            return self.ordered.norm(counted, gradient.device, self.decoder.groups.model)
         square = gradient.new_zeros((), dtype=torch.float64)
         for of_part in counted:
             square += square_sum(of_part)

@@ -176,7 +176,8 @@ class Comparison:
     `worth`: the gain of each choice that the plan made of how calls compute, of models that wait in host memory, of
     copies that serve several calls, and of the staleness of rollouts. Where only the plan itself was asked for it has
     the staleness alone, and there are no `alternatives` and no `presets`, which are in their own order.
-    All plans are re-priced in the same `draws`.
+    All plans are re-priced in the same `draws`. `plain_step_s`: the plan's step without reproducible="layout", which it
+    has; None where profiles do not tell it.
     """
 
     task: PlanningTask
@@ -187,6 +188,7 @@ class Comparison:
     presets: tuple[Candidate, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     worth: tuple[Worth, ...] = ()
+    plain_step_s: float | None = None
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -235,8 +237,28 @@ def describe(task: PlanningTask, plan: SearchResult | ExecutionPlan) -> Comparis
     known = {rule.name: rule for rule in result.rules} if result else {}
     heuristic, draws = known.get("heuristic") or evaluate_preset("heuristic", task), drawn(task)
     analysis = analyse(task, sure(draws, prediction))
-    stale = staleness_worth(result) if result else ()
-    return Comparison(task=task, draws=draws, analysis=analysis, result=result, heuristic=heuristic, worth=tuple(stale))
+    worth, plain_s = list(staleness_worth(result) if result else ()), plain_step_s(task, prediction.plan)
+    if plain_s is not None:
+        worth.append(Worth(of="all models", feature="reproducible='layout'", without_s=plain_s))
+    return Comparison(
+        task=task,
+        draws=draws,
+        analysis=analysis,
+        result=result,
+        heuristic=heuristic,
+        worth=tuple(worth),
+        plain_step_s=plain_s,
+    )
+
+
+def plain_step_s(task: PlanningTask, plan: ExecutionPlan) -> float | None:
+    """Seconds of a step of the same plan without reproducible="layout"; None where models are not computed with it, or
+    were not profiled in both ways."""
+    costs, plain = task.costs, task.costs.plain
+    if plain is None or not (costs.profiled and plain.profiled):
+        return None
+    plain = replace(plain, call_factors=costs.call_factors, changed_shares=costs.changed_shares)
+    return predict(replace(task, costs=plain), plan).step_s
 
 
 def sure(draws: "Draws", prediction: Prediction) -> Prediction:

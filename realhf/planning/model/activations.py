@@ -28,11 +28,13 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
     Whole, divided over tp with sequence parallelism only: of each norm its input in w, what it is normalised to, the
     output, and the root. Divided: rotated q and k, v and attention's output (all a), that output again, a number a
     head, and four arrays of a gated MLP or two of a plain one. The rotary tables are those of all layers. A fused norm
-    keeps its input and its output, a fused MLP three arrays. Flash attention's output is not copied.
+    keeps its input and its output, a fused MLP three arrays. Flash attention's output is not copied, nor is that of
+    reproducible="layout", which has no numbers by head and is run again for its gradients.
     """
     item, wide, attention = _items(dtype, features)
-    copy = 0 if flash_attends(model, dtype, features) else item
-    divided = model.query_size * (2 * attention + copy) + model.kv_size * 2 * attention + model.num_heads * wide
+    copy = 0 if features.ordered or flash_attends(model, dtype, features) else item
+    divided = model.query_size * (2 * attention + copy) + model.kv_size * 2 * attention
+    divided += 0 if features.ordered else model.num_heads * wide
     if model.qk_norm:
         heads, elements = model.num_heads + model.num_kv_heads, model.query_size + model.kv_size
         is_fused = _is_fused(model, dtype, features)
@@ -114,6 +116,8 @@ def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engine
     behind = 6 * model.hidden_size * wide
     mlp = 2 * model.active_intermediate_size / tp * item + 2 * model.hidden_size * item
     attending = 2 * (model.query_size + model.kv_size) / tp * attention
+    if features.ordered:  # its inputs and its output, widened, the output as one tensor, and the gradients of all
+        attending = (5 * model.query_size + 4 * model.kv_size) / tp * wide
     if features.recomputation == "off":
         freed = _mlp_kept_arrays(model, dtype, features) * model.active_intermediate_size / tp * item
         freed += _norm_bytes(model, dtype, features)
@@ -153,7 +157,7 @@ def feed_forward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: En
 def _items(dtype: DType, features: EngineFeatures) -> tuple[int, int, int]:
     """i, w and a."""
     item, wide = DTYPE_BYTES[dtype], max(DTYPE_BYTES[dtype], 4)
-    return item, wide, wide if features.in_host_memory else item
+    return item, wide, wide if features.in_host_memory and not features.ordered else item
 
 
 def _is_fused(model: DecoderConfig, dtype: DType, features: EngineFeatures) -> bool:

@@ -59,6 +59,8 @@ class EngineFeatures:
     fuses_training: in training, RMS norms and gated SiLUs are one kernel each (CPU with one thread, float32 and
         bfloat16), of which the inputs alone are kept.
     copies_checkpoints: a checkpoint is written from a copy (`--checkpoint-every`), in memory that the devices share.
+    ordered: results have the same bits under every layout (`reproducible="layout"`, `realhf.geometry.reproducible`):
+        ranks gather what they would sum, and keep the gradients of parts of a mini-batch apart.
     """
 
     zero1: bool = True
@@ -84,6 +86,7 @@ class EngineFeatures:
     in_host_memory: bool = False
     fuses_training: bool = False
     copies_checkpoints: bool = False
+    ordered: bool = False
 
     @property
     def recomputed(self) -> Recomputed:
@@ -165,7 +168,7 @@ WITHOUT = "no-"
 
 def of_setup(setup: ModelSetup) -> EngineFeatures:
     """The engine's features for a model of this setup: the one place where a setup's choices become costs."""
-    engine = ENGINE.under(computation_of("", setup))
+    engine = replace(ENGINE.under(computation_of("", setup)), ordered=setup.reproducible == "layout")
     if setup.backend == TRANSFORMERS:  # its logits are whole tensors, and no decode step is recorded
         engine = replace(engine, full_logits=True, response_logits=False, logits_chunk_bytes=None, cuda_graphs=False)
     return engine if setup.optimizer is None else replace(engine, fp32_gradients=setup.optimizer.fp32_gradients)

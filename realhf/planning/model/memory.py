@@ -8,6 +8,7 @@ from realhf.architecture.chunks import OPTIMIZER_ELEMENTS, STAGED_CHUNKS
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.kept import kept
 from realhf.geometry.layout import ParallelStrategy, stage_layers
+from realhf.geometry.reproducible import tensor_leaves
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.osdp.units import StageUnits, by_stage
 from realhf.planning.model.sizes import linear_elements, model_sizes
@@ -66,8 +67,10 @@ class PlacedModel:
             return versions * elements * self.item
         states = 0 if features.offloads_states else self.updated_elements() * state_bytes
         written = self.elements(is_divided=True) if features.copies_checkpoints else 0
+        elsewhere = self.gradient_elements() - self.elements()
         return (
             elements * (self.item + features.gradient_bytes(self.dtype))
+            + elsewhere * features.gradient_bytes(self.dtype)
             + states + written * (self.item + state_bytes)
         )  # fmt: skip
 
@@ -82,6 +85,13 @@ class PlacedModel:
     def elements(self, *, is_divided: bool = False) -> int:
         """Parameters, whole or divided over dp."""
         return math.ceil(model_sizes(self.model).largest(self.strategy) / (self.strategy.dp if is_divided else 1))
+
+    def gradient_elements(self) -> int:
+        """Elements of what a part of a mini-batch has a gradient of under reproducible="layout": the rows of a tied
+        embedding that tokens look up are apart from its head, where one device has both."""
+        sizes, one_stage = model_sizes(self.model), self.strategy.pp == 1
+        apart = sizes.embedding_sharded // self.strategy.tp if self.features.ordered and sizes.tied and one_stage else 0
+        return self.elements() + apart
 
     def _kept_elements(self, *, trained: bool) -> int:
         """Parameters that the device keeps, and of a training their gradients."""
@@ -111,9 +121,23 @@ class PlacedModel:
 
     def packed_bytes(self) -> int:
         """The second copy of the linears' weights while a call generates
-        (`realhf.engine.generate.loop.packed_weights`)."""
-        is_packed = self.features.packs_weights and self.dtype != "float64"
-        return linear_elements(self.model, self.strategy) * self.item if is_packed else 0
+        (`realhf.engine.generate.loop.packed_weights`). Under reproducible="layout" prefill keeps one more of its own,
+        with the head's even if it is tied, and decode steps without tensor parallelism have row-parallel weights by
+        leaves too."""
+        if not self.features.packs_weights or self.dtype == "float64":
+            return 0
+        model, strategy = self.model, self.strategy
+        linears, tied = linear_elements(model, strategy), model_sizes(model).tied
+        if not self.features.ordered:
+            return linears * self.item
+        kept = linears + (model_sizes(model).embedding_sharded // strategy.tp if tied else 0)
+        if strategy.tp > 1:
+            return kept * self.item
+        layers = len(stage_layers(model.num_layers, strategy.pp, 0))
+        by_leaves = (
+            0 if model.experts.count or tensor_leaves(model) == 1 else model.query_size + model.intermediate_size
+        )
+        return (linears + kept + layers * model.hidden_size * by_leaves) * self.item
 
     def cache_bytes(self, tokens: float) -> float:
         """Keys and values of `tokens` tokens on the first stage: no other has more layers."""

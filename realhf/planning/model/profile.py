@@ -11,6 +11,7 @@ import msgspec
 import platformdirs
 
 import realhf
+from realhf.architecture.compute import Reproducible
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file, write_atomically
@@ -114,7 +115,8 @@ class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     losses, statistics, the schedule.
 
     `train_s`: of a mini-batch. `generate_s_per_parameter`: putting the weights into the order that decoding wants.
-    `message_s`: of a message between computing stages, beyond one between waiting stages.
+    `message_s`: of a message between computing stages, beyond one between waiting stages. `part_s_per_parameter`: under
+    reproducible="layout", taking the gradient of a part of a mini-batch and adding it to those of other parts.
     """
 
     forward_s: float = 0.0
@@ -125,6 +127,7 @@ class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     generate_s_per_parameter: float = 0.0
     decode_step_s: float = 0.0
     message_s: float = 0.0
+    part_s_per_parameter: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields("overheads: ", self, dict.fromkeys(self.__struct_fields__, SECONDS))
@@ -143,13 +146,15 @@ class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The measurements of one model type in one dtype on one machine. `profiles/README.md` describes every field.
 
-    `spread`: of each part the standard deviation of the logarithm of repeated readings. `noisy`: curves, and their
+    `reproducible`: the kernels and exchanges that were measured are those of a run with this option. `spread`: of each
+    part the standard deviation of the logarithm of repeated readings. `noisy`: curves, and their
     sizes, that were below what is possible or fell with the size even when they were measured again.
     """
 
     hardware: str
     model: DecoderConfig
     dtype: DType
+    reproducible: Reproducible = "plan"
     sequence_length: int
     tensor: tuple[TensorTimings, ...]
     collectives: tuple[CollectiveTimings, ...]
@@ -199,9 +204,14 @@ def profiles_root() -> Path:
     return platformdirs.user_data_path("realhf") / "profiles"
 
 
-def profile_path(model: DecoderConfig, dtype: DType, hardware: str, root: Path | None = None) -> Path:
+def profile_path(
+    model: DecoderConfig, dtype: DType, hardware: str, root: Path | None = None, reproducible: Reproducible = "plan"
+) -> Path:
     """`ROOT/HARDWARE/HASH.json`: where the profile of a model type lies; `root` is `profiles_root()` by default."""
-    content = msgspec.json.encode({"model": msgspec.to_builtins(model), "dtype": dtype}, order="sorted")
+    key = {"model": msgspec.to_builtins(model), "dtype": dtype}
+    content = msgspec.json.encode(
+        key | ({} if reproducible == "plan" else {"reproducible": reproducible}), order="sorted"
+    )
     return (root or profiles_root()) / hardware / f"{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 

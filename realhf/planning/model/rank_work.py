@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
-from realhf.architecture.chunks import PREFILL_TOKENS, RING_BYTES, SHORTEST_SHARED
+from realhf.architecture.chunks import GATHERED_ELEMENTS, PREFILL_TOKENS, RING_BYTES, SHORTEST_SHARED
 from realhf.architecture.compute import Recomputed
 from realhf.architecture.decoding import LEAST_SHARE, PAGE_TOKENS
 from realhf.base.kept import kept
@@ -291,7 +291,23 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
     def _passes_bytes(self) -> float:
         """An inference, or the passes of a training with what they gather, or its optimizer's step."""
         passes = self.once(("bytes", self.placed.strategy.chunks), self._pass_bytes)
+        if self.call.trains and self.placed.features.ordered:
+            passes = self._with_parts_bytes(passes)
         return max(passes + self.gathered_bytes(), self.placed.chunk_bytes()) if self.call.trains else passes
+
+    def _with_parts_bytes(self, passes: float) -> float:
+        """Passes whose micro-batches are parts with gradients of their own (`realhf.engine.train.ordered`).
+
+        While one is computed, those before it wait as the sums of a binary tree; then its own is copied, when only the
+        other micro-batches in flight keep activations. At the end ranks gather chunks, and add them up.
+        """
+        placed, strategy = self.placed, self.placed.strategy
+        elements, gradient = placed.gradient_elements(), placed.features.gradient_bytes(placed.dtype)
+        waiting = (self.micro_batches - 1).bit_length() * elements * gradient
+        in_flight = min(self.micro_batches, strategy.pp)
+        copied = passes * (1 - 1 / in_flight) + waiting + elements * gradient
+        gathered = 2 * strategy.dp * min(elements, GATHERED_ELEMENTS) * gradient if strategy.dp > 1 else 0
+        return max(passes + waiting, copied, gathered)
 
     def _pass_bytes(self) -> float:
         """An inference, or a forward and a backward pass."""

@@ -83,6 +83,8 @@ class RankSeconds:
             lambda: self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=True))),
         )
         overheads_s = self.timings.overheads.train_s + self.timings.hardware.mini_batch_s
+        if self.features.ordered:  # each part's gradient is taken and added, and those of the other ranks are
+            overheads_s += self.timings.parts(self.micro_batches + strategy.dp - 1, self.placed.gradient_elements())
         return pipeline + self._exchange_s() + self._optimizer_s(self._updated()) + overheads_s
 
     def _exchange_s(self) -> float:
@@ -108,6 +110,10 @@ class RankSeconds:
         parameters, all_reduce = self.placed.elements(), self._over_data("all_reduce")
         if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once: each half a ring
             return all_reduce(self.micro_batches * parameters * (2 * self.placed.item + gradient) / 2)
+        if self.features.ordered:  # every rank gets the gradients of all
+            gathered_bytes = self.strategy.dp * self.placed.gradient_elements() * gradient
+            gathered_s = self._over_data("all_gather")(gathered_bytes)
+            return gathered_s + self._over_data("all_gather")(parameters * self.placed.item)
         if self.features.zero1:
             reduced_s = self._over_data("reduce_scatter")(parameters * gradient)
             return reduced_s + self._over_data("all_gather")(parameters * self.placed.item)

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
+from realhf.architecture.compute import Reproducible
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
+from realhf.geometry.reproducible import tensor_leaves
 from realhf.planning.model import profile as profiles
 from realhf.planning.model.experience import RunTimes, load_runs
 from realhf.planning.model.features import ENGINE, EngineFeatures
@@ -147,6 +149,12 @@ class Timings:
         moved_bytes = 3 * gradient + 2 * self._item + 2 * states  # an element
         return parameters * moved_bytes / self.hardware.memory_bandwidth
 
+    def parts(self, count: int, elements: float) -> float:
+        """Under reproducible="layout": taking the gradients of so many parts of a mini-batch, and adding them up. Of
+        each there are a copy, zeros and a sum."""
+        moved_bytes = 6 * count * elements * self.features.gradient_bytes(self.dtype)
+        return moved_bytes / self.hardware.memory_bandwidth
+
     def collective(
         self, kind: CollectiveKind, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1
     ) -> float:
@@ -197,9 +205,15 @@ class Timings:
 
     def _reduce(self, tokens: float, group: TensorGroup) -> float:
         """One all-reduce of hidden states (Megatron-LM, section 3: two a layer forward, two backward), or with sequence
-        parallelism the same bytes in the reduce-scatter and the all-gather of one ring."""
+        parallelism the same bytes in the reduce-scatter and the all-gather of one ring; under reproducible="layout" all
+        parts of the sum are gathered."""
         size_bytes = tokens * self.model.hidden_size * self._item
         per_node = self._tensor_group_per_node(group.tp)
+        if self.features.ordered:
+            size_bytes *= tensor_leaves(self.model)
+            return self.hardware.all_gather_s(
+                size_bytes, group.tp, crosses_nodes=group.crosses_nodes, per_node=per_node
+            )
         return self.hardware.all_reduce_s(size_bytes, group.tp, crosses_nodes=group.crosses_nodes, per_node=per_node)
 
     def _tensor_group_per_node(self, tp: int) -> int:
@@ -278,6 +292,9 @@ class ProfiledTimings(Timings):
         seconds = self.factors["layers"] * profiles.interpolate(points, context)
         return self._with_reduces(seconds, sequences, group, 2)
 
+    def parts(self, count: int, elements: float) -> float:
+        return count * elements * self.overheads.part_s_per_parameter
+
     def optimizer(self, parameters: float) -> float:
         return self.factors["layers"] * parameters * self.profile.optimizer_s_per_parameter
 
@@ -329,11 +346,14 @@ class ProfiledTimings(Timings):
         (tp, crosses_nodes), timings = group, self._measured(group.tp)
         if tp == timings.tp and (tp == 1 or (timings.includes_all_reduce and not crosses_nodes)):
             return seconds
+        kind: CollectiveKind = "all_reduce"
         size_bytes = tokens * self.model.hidden_size * self._item
-        if timings.includes_all_reduce and timings.tp > 1:  # take the measured group's own all-reduces out again
-            seconds -= reduces * self.collective("all_reduce", size_bytes, timings.tp, crosses_nodes=False)
-        all_reduces = reduces * self.collective("all_reduce", size_bytes, tp, crosses_nodes=crosses_nodes)
-        return max(seconds, 0.0) * timings.tp / tp + all_reduces
+        if self.profile.reproducible == "layout":
+            kind, size_bytes = "all_gather", size_bytes * tensor_leaves(self.model)
+        if timings.includes_all_reduce and timings.tp > 1:  # take the measured group's own sums out again
+            seconds -= reduces * self.collective(kind, size_bytes, timings.tp, crosses_nodes=False)
+        sums = reduces * self.collective(kind, size_bytes, tp, crosses_nodes=crosses_nodes)
+        return max(seconds, 0.0) * timings.tp / tp + sums
 
 
 def kv_bytes_per_token_layer(model: DecoderConfig, dtype: DType) -> int:
@@ -347,7 +367,8 @@ class Costs:
 
     `of_models`: the features that the setups of single models choose, by name. `call_factors`: a call's measured over
     its predicted seconds, by name; they scale all options of the call. `changed_shares`: by model the measured part of
-    the bytes that a copy gets of which only what changed is sent. `seen`: finished runs with calls of a model.
+    the bytes that a copy gets of which only what changed is sent. `seen`: finished runs with calls of a model. `plain`:
+    the costs without reproducible="layout", where models are computed with it.
     """
 
     hardware: Hardware
@@ -357,6 +378,7 @@ class Costs:
     call_factors: Mapping[str, float] = field(default_factory=dict)
     changed_shares: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[DecoderConfig, tuple[RunTimes, ...]] = field(default_factory=dict)
+    plain: "Costs | None" = None
 
     def features_of(self, model_name: str) -> EngineFeatures:
         return self.of_models.get(model_name, self.features)
@@ -410,19 +432,32 @@ def load_costs(
     UserError for a broken profile, or a profile of another model. `ignores_runs`: what finished runs measured beside
     the profiles is not read.
     """
+    plain, of_models = None, of_models or {}
+    if any(own.ordered for own in of_models.values()):
+        without = {name: replace(own, ordered=False) for name, own in of_models.items()}
+        plain = load_costs(
+            models,
+            dtype=dtype,
+            hardware=hardware,
+            root=root,
+            features=features,
+            of_models=without,
+            ignores_runs=ignores_runs,
+        )
     hardware = with_measured(hardware, root)
     features = features.on(hardware)
-    of_models = {name: own.on(hardware) for name, own in (of_models or {}).items()}
+    of_models = {name: own.on(hardware) for name, own in of_models.items()}
     timings: dict[DecoderConfig, Timings] = {}
     seen: dict[DecoderConfig, tuple[RunTimes, ...]] = {}
     measured_bytes: list[int] = []  # measured of communicators
-    for model in models.values():
-        path = profiles.profile_path(model, dtype, hardware.name, root)
+    for name, model in models.items():
+        reproducible: Reproducible = "layout" if of_models.get(name, features).ordered else "plan"
+        path = profiles.profile_path(model, dtype, hardware.name, root, reproducible)
         if not path.is_file():
             timings[model] = Timings(model=model, dtype=dtype, hardware=hardware, features=features)
             continue
         profile = profiles.load_profile(path)
-        if (profile.model, profile.dtype) != (model, dtype):
+        if (profile.model, profile.dtype, profile.reproducible) != (model, dtype, reproducible):
             raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
         timings[model] = ProfiledTimings.of(profile, hardware)
         seen[model] = () if ignores_runs else load_runs(path)
@@ -430,4 +465,4 @@ def load_costs(
             measured_bytes.append(profile.communicator_bytes)
     if measured_bytes:
         hardware = msgspec.structs.replace(hardware, communicator_bytes=float(max(measured_bytes)))
-    return Costs(hardware, timings, features, of_models, seen=seen)
+    return Costs(hardware, timings, features, of_models, seen=seen, plain=plain)

@@ -11,10 +11,11 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import Computation, Recomputation
 from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.architecture.model import DecoderConfig, DType
+from realhf.cpu import products
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.backend import ModelSpec
-from realhf.engine.batch import Batch
+from realhf.engine.batch import PART, Batch
 from realhf.engine.generate import paged_attention
 from realhf.engine.generate.loop import generate, packed_weights
 from realhf.engine.generate.paged_attention import paged_kernels
@@ -22,6 +23,7 @@ from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from realhf.planning.model.activations import InFlight, kept_bytes
+from realhf.planning.model.call import features_during
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import HOLES, WORKER_BYTES, RankWork
@@ -172,15 +174,64 @@ def test_a_prompt_that_samples_share_is_planned_once(group: int) -> None:
     assert memory.peak_bytes <= planned <= 1.25 * memory.peak_bytes
 
 
+in_order = pytest.mark.skipif(not products.has_products(), reason="a processor without AVX-512 and its bfloat16")
+ORDERED, LAYOUT = replace(CPU, packs_weights=True, ordered=True), Computation(reproducible="layout")
+TOKENS_BYTES = 4096  # tokens, positions and places of 192 tokens, which are not planned
+
+
+@in_order
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("dtype", "length"), [("float32", 24), ("float32", 96), ("bfloat16", 24)])
+def test_gradients_of_parts_are_planned(dtype: DType, length: int, tied: bool, parts: int) -> None:
+    """Beside the model's home, of a mini-batch of 8 sequences: with few tokens gradients are most of it, with more of
+    them activations."""
+    config = tiny(hidden_size=128, intermediate_size=352, vocab_size=512, tied_embeddings=tied)
+    batch = random_batch(config, 8, lengths=(length, length + 1))
+    batch = batch.with_data(**{PART: [torch.tensor([i * parts // 8, parts]) for i in range(8)]})
+    with PeakMemory() as memory:
+        spec = ModelSpec(config, ONE_RANK, getattr(torch, dtype), optimizer=OptimizerConfig(), compute=LAYOUT)
+        model = ShardedModel(spec)
+        model.initialise(seed=0)
+        model.train_step(batch, "tokens", next_token_loss, trained_tokens, micro_batches=parts)
+    home = PlacedModel(config, ONE, dtype, ORDERED).static_bytes(trained=True)
+    lengths = Workload(prompt_tokens=length)
+    planned = home + planned_bytes(config, dtype, ORDERED, lengths, micro_batches=parts)
+    assert memory.peak_bytes - TOKENS_BYTES <= planned <= 1.1 * memory.peak_bytes
+
+
+@in_order
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}], ids=str)
+def test_weights_that_generation_keeps_in_order_are_planned(changes: dict, dtype: DType) -> None:
+    config = tiny(num_layers=4, hidden_size=256, intermediate_size=704, vocab_size=512, **changes)
+    batch = Batch(tuple(range(8)), {"prompt": [torch.arange(i, i + 10) for i in range(8)]})
+    options = GenerationOptions(max_new_tokens=5, eos_token=-1)
+    with PeakMemory() as memory:
+        model = ShardedModel(ModelSpec(config, ONE_RANK, getattr(torch, dtype), compute=LAYOUT))
+        model.initialise(seed=0)
+        model.generate(batch, GenerationRequest(options, sample_key=(0, 0)))
+    lengths = Workload(prompt_tokens=10, new_tokens=5)
+    placed = PlacedModel(config, ONE, dtype, features_during(GENERATION, lengths, ORDERED))
+    work = RankWork(call=GENERATION, samples=8, lengths=lengths, placed=placed, micro_batches=1)
+    planned = placed.parameter_bytes() + (work.dynamic_bytes() - WORKER_BYTES) / (1 + HOLES)
+    assert memory.peak_bytes <= planned <= 1.1 * memory.peak_bytes
+
+
 def planned_bytes(
-    config: DecoderConfig, dtype: DType, features: EngineFeatures, lengths: Workload | None = None
+    config: DecoderConfig,
+    dtype: DType,
+    features: EngineFeatures,
+    lengths: Workload | None = None,
+    micro_batches: int = 1,
 ) -> float:
     """Of the tensors of a training of 8 sequences, of 96 tokens where nothing else is said."""
     call = ModelFunctionCallDef(
         model_name="m", model_type=config, interface_type=TRAIN_STEP, interface_impl=InterfaceConfig(), input_data=["x"]
     )
     placed = PlacedModel(config, ONE, dtype, features)
-    work = RankWork(call=call, samples=8, lengths=lengths or Workload(prompt_tokens=96), placed=placed, micro_batches=1)
+    lengths = lengths or Workload(prompt_tokens=96)
+    work = RankWork(call=call, samples=8, lengths=lengths, placed=placed, micro_batches=micro_batches)
     return (work.dynamic_bytes() - WORKER_BYTES) / (1 + HOLES)
 
 
