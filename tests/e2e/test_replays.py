@@ -1,4 +1,4 @@
-"""`realhf verify` on one process, of runs of four that were stopped, restarted, shrunk and planned anew on their way."""
+"""`realhf verify` on one process, of runs of four that were stopped, restarted, shrunk and planned anew."""
 
 import json
 import os
