@@ -1,37 +1,51 @@
 """`reproducible="layout"`: the same bits under every plan, and what that costs.
 
 Pairs: jobs drawn from seeds (PPO and GRPO; models of several kinds, dense and with experts; float32 and bfloat16; 1 to
-4 workers), each of 6 steps under two plans; the digests of all weights and all statistics are equal in both, or the
-pair does not count. Cost: the median seconds of a step with the option over those without, under one plan, in turn.
+4 workers), each of 6 steps under two plans. A pair counts if the digests of all weights and of all that its calls made,
+and all statistics, are equal in both. Cost: the median, over pairs, of the seconds of a step with the option over those
+without, under one plan, one run directly after the other; the first two steps of a run do not count. It is that of 1
+and 2 workers, since more share this machine's two cores.
 Prediction: a model of 4 M parameters is profiled with the option and without, on 1 and on 2 workers; the planner's step
 under the plan that it finds is within 15 % of the measured median, and so is what it says that the option costs of what
 that costs (target 1.3).
-Real: 5 steps of GRPO of SmolLM2-135M-Instruct under six plans; the baseline is how many plans there are.
+Real: 3 steps of GRPO of SmolLM2-135M-Instruct under seven plans, compared in the same way; the baseline is how many
+plans there are.
 `--quick` takes three pairs and their cost. Command:
 python benchmarks/reproducible.py --json benchmarks/results/reproducible.json
 """
 
+import contextlib
+import io
 import json
+import shutil
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lib.common import ROOT, case, case_parser, finish, realhf
+from lib.common import ROOT, case, case_parser, finish
 from lib.random_layouts import Drawn, draw
 from platformdirs import user_cache_path
 
 from realhf.data import sort_task
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.experiments import ready_file
 
+sys.path.insert(0, str(ROOT))  # for the launcher of the tests, whose processes start in a second
 sys.path.insert(0, str(ROOT / "scripts"))
 import real_job
 
-MEASURES = ("realhf/algorithms", "realhf/cpu", "realhf/engine", "realhf/models", "realhf/parallel", "csrc/kernels")
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import FinishedRun
+
+MEASURES = (
+    *("realhf/algorithms", "realhf/cpu", "realhf/engine", "realhf/models", "realhf/parallel", "csrc/kernels"),
+    "benchmarks/lib/random_layouts.py",
+)
 PAIRS, MOST_WORKERS = 50, 4
 MOST_COST = 1.3
 MOST_OFF = 0.15  # of a prediction
@@ -60,49 +74,55 @@ def pairs(folder: Path, data: Path, count: int) -> Iterator[dict]:
     equal, costs = 0, defaultdict[int, list[float]](list)
     for seed in range(count):
         drawn = draw(seed, data, MOST_WORKERS)
-        runs = [run(folder / f"{seed}-{place}", drawn, plan) for place, plan in enumerate(drawn.plans)]
-        equal += results_of(runs[0]) == results_of(runs[1])
-        # In turn with a run without the option; the first steps are left out.
-        plan = drawn.plans[0]
-        plain = run(folder / f"{seed}-plain", drawn, plan, "--reproducible", "plan")
-        costs[min(plan.num_devices, 2)].append(seconds(runs[0]) / seconds(plain))
-        print(f"{drawn.name}: {equal} of {seed + 1} equal, {costs}", file=sys.stderr, flush=True)
+        plan, other = drawn.plans
+        kinds = ("layout", "plan") if seed % 2 else ("plan", "layout")
+        runs = {kind: run(folder / f"{seed}-{kind}", drawn, plan, "--reproducible", kind) for kind in kinds}
+        equal += results_of(runs["layout"]) == results_of(run(folder / f"{seed}-other", drawn, other))
+        costs[plan.num_devices].append(seconds(runs["layout"].path) / seconds(runs["plan"].path))
+        print(
+            f"{drawn.name}: {equal} of {seed + 1} equal, {costs[plan.num_devices][-1]:.2f} x on {plan.num_devices}",
+            file=sys.stderr,
+        )
     yield equal_case("pairs of plans with equal bits", equal, count)
-    for workers, of_workers in sorted(costs.items()):
-        cost = statistics.median(of_workers)
-        what = f"step of small models, {'1 worker' if workers == 1 else 'several workers'}, with over without"
-        yield case(what, cost, "x", baseline=1.0, ratio=1 / cost, target=1 / MOST_COST, holds=cost <= MOST_COST)
+    yield cost_case("step of small models, with over without", costs[1] + costs[2], MOST_COST)
+    several = [cost for workers, found in costs.items() if workers > 1 for cost in found]
+    for name, found in (("1 worker", costs[1]), (f"2 to {MOST_WORKERS} workers", several)):
+        if found:
+            yield cost_case(f"step of small models, {name}", found)
 
 
-def run(folder: Path, drawn: Drawn, plan: ExecutionPlan, *words: str) -> list[dict[str, Any]]:
-    """The lines of the metrics of a job under a plan."""
+def cost_case(name: str, costs: list[float], most: float | None = None) -> dict:
+    """The median of the costs; `most`: what it may be, None: for information."""
+    cost = statistics.median(costs)
+    target = 1 / most if most else 0
+    return case(name, cost, "x", baseline=1.0, ratio=1 / cost, target=target, holds=most is None or cost <= most)
+
+
+def run(folder: Path, drawn: Drawn, plan: ExecutionPlan, *words: str) -> FinishedRun:
+    """A job under a plan."""
     folder.mkdir()
     save_plan(plan, folder / "plan.json")
-    realhf(
-        "run",
-        drawn.experiment,
-        *drawn.words,
-        *words,
-        "--plan",
-        str(folder / "plan.json"),
-        "--run-dir",
-        str(folder / "run"),
-    )
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return quickly_finished(
+            folder / "run", Path(drawn.experiment), *drawn.words, *words, "--plan", folder / "plan.json"
+        )
 
 
-def results_of(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By step all statistics, and by call the digests of the weights that it used, and of the weights and optimizer
-    states that it made."""
-    return [
+def results_of(run: FinishedRun) -> list[Any]:
+    """By step all statistics; by call the digests of the weights that it used, and of the weights and optimizer states
+    that it made; and those of all that calls made."""
+    lines = [
         {name: value for name, value in line.items() if name not in _TIMES and not name.endswith("_seconds")}
         | {name: [call.get(key) for key in _DIGESTS] for name, call in line["calls"].items()}
-        for line in lines
+        for line in run.metrics
     ]
+    return [*lines, *map(json.loads, (run.path / "outputs.jsonl").read_text().splitlines())]
 
 
-def seconds(lines: Sequence[dict[str, Any]]) -> float:
-    return statistics.median(line["time_s"] for line in lines[2:])
+def seconds(run: Path) -> float:
+    """A step's, without the first two, in which kernels and buffers are made."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return statistics.median(json.loads(line)["time_s"] for line in lines[2:])
 
 
 def prediction(folder: Path, data: Path) -> Iterator[dict]:
@@ -127,7 +147,7 @@ def prediction(folder: Path, data: Path) -> Iterator[dict]:
             run_dir = at / option
             more = ["--reproducible", option, "--plan", plan, "--steps", "12", "--run-dir", str(run_dir)]
             realhf("run", *job, words[-1], *more)
-            measured[option] = seconds([json.loads(line) for line in (run_dir / "metrics.jsonl").open()])
+            measured[option] = seconds(run_dir)
         print(f"{at.name}: {measured}, predicted {predicted_s} and {plain_s}", file=sys.stderr, flush=True)
         name, cost = f"prediction, {dtype}, workers: {workers}", measured["layout"] / measured["plan"]
         yield within(f"{name}: a step with the option", measured["layout"], predicted_s, "s a step")
@@ -145,30 +165,19 @@ def within(name: str, value: float, baseline: float, unit: str) -> dict:
 def real(folder: Path) -> Iterator[dict]:
     model = real_job.fetched_model(user_cache_path("realhf") / "models")
     train, _ = real_job.write_questions(folder / "real", real_job.SUMS)
+    words = ["--model", str(model), "--data", str(train), *real_job.SUMS.words, "--reproducible", "layout"]
+    words += ["--steps", "3", "--batch-size", "16", "--mini-batches", "1", "--grpo.samples-per-prompt", "4"]
+    words += ["--grpo.max-new-tokens", "12", "--grpo.epochs", "1", "--actor.lr", "1e-5"]
     for dtype in ("float32", "bfloat16"):
-        found = []
+        found, kl = [], 0.0
         for place, plan in enumerate(real_plans()):
-            at = folder / f"real-{dtype}-{place}"
-            at.mkdir()
-            save_plan(plan, at / "plan.json")
-            realhf(
-                *("run", "grpo", "--model", str(model), "--data", str(train), *real_job.SUMS.words, "--dtype", dtype),
-                *("--steps", "5", "--batch-size", "16", "--mini-batches", "1", "--grpo.samples-per-prompt", "4"),
-                *(
-                    "--grpo.max-new-tokens",
-                    "12",
-                    "--actor.lr",
-                    "1e-5",
-                    "--grpo.epochs",
-                    "1",
-                    "--reproducible",
-                    "layout",
-                ),
-                *("--plan", str(at / "plan.json"), "--run-dir", str(at / "run")),
-            )
-            found.append([json.loads(line) for line in (at / "run/metrics.jsonl").read_text().splitlines()])
-            print(f"{dtype}, plan {place}: {seconds(found[-1]):.1f} s a step", file=sys.stderr, flush=True)
-        equal, kl = sum(results_of(each) == results_of(found[0]) for each in found), abs(found[0][0]["ref_kl"])
+            drawn = Drawn("", str(ready_file("grpo")), (*words, "--dtype", dtype), (plan, plan))
+            made = run(folder / f"real-{dtype}-{place}", drawn, plan)
+            found.append(results_of(made))
+            kl = max(kl, abs(made.metrics[0]["ref_kl"]))
+            print(f"{dtype}, plan {place}: {seconds(made):.1f} s a step", file=sys.stderr)
+            shutil.rmtree(made.path)  # its checkpoint has gigabytes
+        equal = sum(each == found[0] for each in found)
         yield equal_case(f"real model, {dtype}: plans with equal bits", equal, len(found))
         name = f"real model, {dtype}: KL before the first update"
         yield case(name, kl, "nats", baseline=None, ratio=None, target=0, holds=kl == 0)
@@ -179,13 +188,14 @@ def equal_case(name: str, equal: int, count: int) -> dict:
 
 
 def real_plans() -> list[ExecutionPlan]:
-    """Six plans of 1 to 3 workers: every kind of parallelism, alone and between calls. dp x micro-batches of the
+    """Seven plans of 1 to 4 workers: every kind of parallelism, alone and between calls. dp x micro-batches of the
     training is 4."""
 
     def at(count: int, micro_batches: int = 1, **degrees: int) -> CallPlan:
         return CallPlan(devices=(0, count), micro_batches=micro_batches, **degrees)
 
     one, dp, pp, tp = at(1), at(2, dp=2), at(2, pp=2), at(3, tp=3)
+    deep = at(4, pp=4)  # stages of 8, 8, 7 and 7 of the 30 layers, which 2 and 3 divide evenly
     drawn = [
         (one, one, at(1, 4)),
         (dp, dp, at(2, 2, dp=2)),
@@ -193,6 +203,7 @@ def real_plans() -> list[ExecutionPlan]:
         (tp, tp, at(3, 4, tp=3)),
         (dp, tp, at(3, 4, pp=3)),
         (tp, pp, at(2, 2, dp=2)),
+        (deep, deep, at(4, 4, pp=4)),
     ]
     return [
         ExecutionPlan(

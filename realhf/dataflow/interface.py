@@ -18,7 +18,7 @@ SampleDType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float
 
 # The fields of every line of metrics.jsonl; no statistic may have one of these names.
 RESERVED_STATISTICS = frozenset(
-    {"step", "time_s", "tokens", "tokens_per_s", "calls", "peak_bytes", "num_workers", "plan"}
+    {"step", "time_s", "tokens", "tokens_per_s", "calls", "peak_bytes", "of_steps", "num_workers", "plan"}
 )
 
 

@@ -69,15 +69,20 @@ def check_working_directory(saved: RunSpec) -> None:
 def schedule_note(run: Run, directory: RunDirectory) -> str | None:
     """A warning where another number of steps than the run had, by its directory, changes learning rates to come."""
     before, steps = read_spec(directory.experiment, RunSpec).values["steps"], run.experiment.steps
-    optimizers = {name: setup.optimizer for name, setup in run.experiment.setups.items() if run.optimizer_steps(name)}
-    decaying = [name for name, one in optimizers.items() if one and one.schedule != "constant"]
-    if steps == before or not decaying:
+    models = decaying(run)
+    if steps == before or not models:
         return None
     return (
         f"warning: --steps {steps} in place of {before} moves the end of the learning-rate schedule of "
-        f"{', '.join(decaying)}: the rates from here on are {'above' if steps > before else 'below'} those of the run "
+        f"{', '.join(models)}: the rates from here on are {'above' if steps > before else 'below'} those of the run "
         "until now; to keep them leave --steps out, and train further in a new run from this one's model"
     )
+
+
+def decaying(run: Run) -> list[str]:
+    """The models whose learning rates follow the number of steps of the run."""
+    optimizers = {name: setup.optimizer for name, setup in run.experiment.setups.items() if run.optimizer_steps(name)}
+    return [name for name, one in optimizers.items() if one and one.schedule != "constant"]
 
 
 def _check_unchanged(saved: dict[str, Any], experiment: ResolvedExperiment, directory: RunDirectory) -> None:

@@ -20,7 +20,7 @@ from realhf.lifecycle.dump import dump, keys_of
 from realhf.lifecycle.interruption import Stopped
 from realhf.lifecycle.new import check_experiment, check_run, fill
 from realhf.lifecycle.request import RunRequest, experiment_of
-from realhf.lifecycle.resume import as_stale, check_working_directory
+from realhf.lifecycle.resume import as_stale, check_working_directory, decaying
 from realhf.planning.planner import plan_for
 from realhf.planning.request import DevicesRequest, Measured, PlanRequest
 from realhf.report.differences import Difference, StepRecord, differences
@@ -90,6 +90,7 @@ def verify(request: VerifyRequest, say: Callable[[str], None]) -> Verdict:
         raise UserError(f"--step {request.step}: the run in {directory.path} has recorded {made}; give one of these")
     before = _checkpoint_before(directory, request.step)
     run = _run(request, directory, recorded[request.step], before)
+    _check_schedule(run, [recorded[step] for step in range(before + 1, request.step + 1) if step in recorded])
     again = RunDirectory(directory.path / f"verify-{os.getpid()}")
     steps = f"steps {before + 1} to {request.step}" if before + 1 < request.step else f"step {request.step}"
     say(
@@ -121,6 +122,9 @@ def _checkpoint_before(directory: RunDirectory, step: int) -> int:
 def _run(request: VerifyRequest, directory: RunDirectory, line: dict[str, Any], before: int) -> Run:
     saved = read_spec(directory.experiment, RunSpec)
     check_working_directory(saved)
+    # A run that went on with more steps had another schedule before. Older versions do not say how many it was to make.
+    of_steps = line.get("of_steps", saved.values["steps"])
+    saved = msgspec.structs.replace(saved, values=saved.values | {"steps": of_steps})
     experiment = experiment_of(saved.experiment_file, (), saved)
     check_experiment(experiment)
     if request.call:
@@ -137,6 +141,18 @@ def _run(request: VerifyRequest, directory: RunDirectory, line: dict[str, Any], 
         per_node = saved.devices_per_node if workers % saved.devices_per_node == 0 else workers
         fields |= {"num_workers": workers, "devices_per_node": per_node}
     return Run(msgspec.structs.replace(saved, **fields), experiment.stale(plan.staleness), plan)
+
+
+def _check_schedule(run: Run, lines: Sequence[dict[str, Any]]) -> None:
+    """Raises UserError where learning rates followed another number of steps than `run` has in one of its steps."""
+    steps = run.experiment.steps
+    others = [line for line in lines if line.get("of_steps", steps) != steps]
+    if others and decaying(run):
+        step, planned = others[-1]["step"], others[-1]["of_steps"]
+        raise UserError(
+            f"--step {lines[-1]['step']}: learning rates follow the number of steps, which was {planned} in step "
+            f"{step} and is {steps} in this one, and there is no good checkpoint in between; give {step} or less"
+        )
 
 
 def _plan_of(directory: RunDirectory, line: dict[str, Any]) -> ExecutionPlan:

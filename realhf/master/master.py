@@ -292,7 +292,8 @@ class Master:
         check_start(self._directory, self._start_id)
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
-        metrics |= {"num_workers": self._num_workers, "plan": self._plan_digest}
+        of_steps = self._run.experiment.steps
+        metrics |= {"of_steps": of_steps, "num_workers": self._num_workers, "plan": self._plan_digest}
         for record in records:
             if record.node.call in self._run.experiment.graph.calls:
                 reply = next(iter(record.replies.values()))  # it is of all workers

@@ -156,7 +156,7 @@ def step_values(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers of a line of metrics.jsonl by name: `train/STATISTIC`, `seconds/CALL`, and the fullest worker's
     memory."""
     for name, value in metrics.items():
-        if name != "step" and isinstance(value, int | float):
+        if name not in ("step", "of_steps") and isinstance(value, int | float):
             yield f"train/{name}", value
     for call, times in metrics["calls"].items():
         yield f"seconds/{call}", times["seconds"]

@@ -23,7 +23,7 @@ MAIN_STATISTICS = (
     "pair_accuracy",
     "tokens_per_s",
 )
-NO_STATISTICS = ("step", "calls", "time_s", "tokens", "num_workers")
+NO_STATISTICS = ("step", "calls", "time_s", "tokens", "of_steps", "num_workers")
 # Parts of the names of statistics that say how good answers are.
 QUALITIES = ("accuracy", "reward", "score")
 NO_QUALITIES = ("length", "std")

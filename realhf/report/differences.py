@@ -10,8 +10,10 @@ import numpy as np
 from realhf.rundir.outputs import CallOutputs, KeyOutputs
 from realhf.rundir.samples import Sample
 
-# Fields of a line of `metrics.jsonl` that are measured, or say how it was executed.
-MEASURED = frozenset({"step", "time_s", "tokens_per_s", "calls", "peak_bytes", "plan", "num_workers"})
+# Fields of a line of `metrics.jsonl` that are measured, or say how it was executed, and how further ones end that are:
+# the seconds that functions of rewards take are a statistic.
+MEASURED_END = "_seconds"
+MEASURED = frozenset({"step", "time_s", "tokens_per_s", "calls", "peak_bytes", "of_steps", "plan", "num_workers"})
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ def _of_values(step: int, what: str, call: str, recorded: np.ndarray, again: np.
 def _of_statistics(
     step: int, names: Sequence[str], recorded: StepRecord, again: StepRecord, call: str = ""
 ) -> Iterator[Difference]:
-    for name in (name for name in names if name in recorded.line and name in again.line and name not in MEASURED):
+    for name in (name for name in names if name in recorded.line and name in again.line):
+        if name in MEASURED or name.endswith(MEASURED_END):
+            continue
         what = f"the statistic {name}" + (f" of {call}" if call else "")
         if found := _of_numbers(step, what, recorded.line[name], again.line[name], call):
             yield found

@@ -45,6 +45,7 @@ class _Step(msgspec.Struct):
     peak_bytes: list[Bytes] = []
     plan: str = ""
     num_workers: int = 0
+    of_steps: Step = 0
 
 
 class _Evaluation(msgspec.Struct):

@@ -167,7 +167,8 @@ def test_a_step_leaves_a_line_its_samples_its_state_and_its_statistics(directory
     master._record_step(4, made)
     (line,) = map(json.loads, directory.metrics.read_text().splitlines())
     assert (line["step"], line["time_s"], line["tokens"], line["loss"]) == (5, 6.0, 60, 1.5)
-    assert (line["num_workers"], line["plan"]) == (3, plan_digest(run.plan)[:12])
+    assert (line["of_steps"], line["num_workers"]) == (run.experiment.steps, 3)
+    assert line["plan"] == plan_digest(run.plan)[:12]
     versions = {name: times.get("weights_version") for name, times in line["calls"].items()}
     assert versions == {"actor_generate": 4, "actor_train_step": 5, FOLLOWS: None}
     assert [json.loads(text)["response"] for text in directory.samples.read_text().splitlines()] == ["ab0", "ab2"]

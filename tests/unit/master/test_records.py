@@ -136,7 +136,7 @@ def test_the_log_has_a_step_s_calls_in_the_order_of_their_ends(caplog: pytest.Lo
 
 def test_no_statistic_takes_the_place_of_what_every_line_has() -> None:
     line = step_metrics(1, [record("actor_generate", 1.0, 2.0)], PLAN, 1.0)
-    assert {*line, "num_workers", "plan"} == RESERVED_STATISTICS
+    assert {*line, "of_steps", "num_workers", "plan"} == RESERVED_STATISTICS
 
 
 def test_the_trace_is_in_chromes_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from realhf.rundir.samples import Sample
 
 LINE = {
     "step": 3,
+    "of_steps": 4,
     "time_s": 2.0,
     "loss": 0.5,
     "calls": {"actor_generate": {"seconds": 1.5, "predicted_s": None, "peak_bytes": 2**29}},

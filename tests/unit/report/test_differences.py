@@ -71,10 +71,12 @@ def test_times_and_places_are_no_difference() -> None:
         "plan": "4567",
         "num_workers": 1,
         "peak_bytes": [7],
+        "of_steps": 9,
+        "reward_seconds": 0.5,
         "kl": None,
     }
     other = calls(actor_generate={"end": 9.0, "seconds": 3.0, "peak_bytes": 7})
-    assert not (differences(LINE, line(**measured, calls=other)))
+    assert not (differences(line(of_steps=8, reward_seconds=0.25), line(**measured, calls=other)))
 
 
 def test_what_one_of_both_lacks_is_no_difference() -> None:

@@ -131,6 +131,7 @@ def test_an_earlier_report_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_curves_skip_what_is_no_number() -> None:
     lines = [{"step": 1, "kl": 0.5, "name": "x", "calls": {}}, {"step": 2, "kl": None, "loss": 2}]
+    lines = [line | {"of_steps": 2, "num_workers": 4} for line in lines]
     assert curves_of(lines) == {"kl": ([1, 2], [0.5, None]), "loss": ([1, 2], [None, 2.0])}
 
 
