@@ -8,7 +8,7 @@ and 2 workers, since more share this machine's two cores.
 Prediction: a model of 4 M parameters is profiled with the option and without, on 1 and on 2 workers; the planner's step
 under the plan that it finds is within 15 % of the measured median, and so is what it says that the option costs of what
 that costs (target 1.3).
-Real: 3 steps of GRPO of SmolLM2-135M-Instruct under seven plans, compared in the same way; the baseline is how many
+Real: 5 steps of GRPO of SmolLM2-135M-Instruct under seven plans, compared in the same way; the baseline is how many
 plans there are.
 `--quick` takes three pairs and their cost. Command:
 python benchmarks/reproducible.py --json benchmarks/results/reproducible.json
@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lib.common import ROOT, case, case_parser, finish
+from lib.common import ROOT, case, case_parser, finish, realhf
 from lib.random_layouts import Drawn, draw
 from platformdirs import user_cache_path
 
@@ -166,7 +166,7 @@ def real(folder: Path) -> Iterator[dict]:
     model = real_job.fetched_model(user_cache_path("realhf") / "models")
     train, _ = real_job.write_questions(folder / "real", real_job.SUMS)
     words = ["--model", str(model), "--data", str(train), *real_job.SUMS.words, "--reproducible", "layout"]
-    words += ["--steps", "3", "--batch-size", "16", "--mini-batches", "1", "--grpo.samples-per-prompt", "4"]
+    words += ["--steps", "5", "--batch-size", "16", "--mini-batches", "1", "--grpo.samples-per-prompt", "4"]
     words += ["--grpo.max-new-tokens", "12", "--grpo.epochs", "1", "--actor.lr", "1e-5"]
     for dtype in ("float32", "bfloat16"):
         found, kl = [], 0.0
@@ -175,7 +175,7 @@ def real(folder: Path) -> Iterator[dict]:
             made = run(folder / f"real-{dtype}-{place}", drawn, plan)
             found.append(results_of(made))
             kl = max(kl, abs(made.metrics[0]["ref_kl"]))
-            print(f"{dtype}, plan {place}: {seconds(made):.1f} s a step", file=sys.stderr)
+            print(f"{dtype}, plan {place}: {seconds(made.path):.1f} s a step", file=sys.stderr)
             shutil.rmtree(made.path)  # its checkpoint has gigabytes
         equal = sum(each == found[0] for each in found)
         yield equal_case(f"real model, {dtype}: plans with equal bits", equal, len(found))
