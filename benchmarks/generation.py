@@ -5,8 +5,8 @@ Both sides take turns; the best processor time of each counts (one thread comput
 machine that is the time on the wall, and on a busy one it still says who needs less). Also: the share of what the
 machine could do (products at the rate of large ones, or weights, keys and values read once a step, whichever takes
 longer), memory beyond the weights, and in bfloat16 how far the log-probabilities of generation and of the training
-forward lie apart; and what AMX is worth in products, where there is it. `--quick` takes the small one. Where there is a GPU: how near decoding with 1.5 billion parameters
-comes to the bandwidth of its memory (`on_gpu.py`), and nothing else.
+forward lie apart; and what AMX is worth in products, where there is it. `--quick` takes the small one. Where there is a
+GPU: how near decoding with 1.5 billion parameters comes to the bandwidth of its memory (`on_gpu.py`), and nothing else.
 """
 
 import ctypes
