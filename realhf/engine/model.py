@@ -22,7 +22,7 @@ from realhf.geometry.reproducible import tensor_leaves
 from realhf.geometry.shards import shard_boxes
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind, optimizer_steps
-from realhf.models.ordered_layers import OrderedLayers
+from realhf.models.ordered_layers import OrderedLayers, check_kernels
 from realhf.parallel.ordered import Leaves, check_in_order
 
 
@@ -40,6 +40,7 @@ class ShardedModel:
         self.decoder = self.parameters.decoder
         if compute.reproducible == "layout":
             check_in_order(spec.device)
+            check_kernels(config, spec.dtype, spec.device)
             self.decoder.leaves = Leaves(tensor_leaves(config) // groups.layout.strategy.tp, groups.tensor)
             self.decoder.trains_layer = self.decoder.infers_layer = OrderedLayers(self.decoder.leaves)
         is_replicated = self.parameters.data_parallel == "zero1"

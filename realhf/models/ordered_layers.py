@@ -7,17 +7,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
 from realhf.cpu import fused
+from realhf.machine.gpu_kernels import REMEDIES
 from realhf.models.attention import Attention
+from realhf.models.attention_kernels import machine
 from realhf.models.decoder import DecoderLayer, SelfAttention
 from realhf.models.mlp import ACTIVATIONS, GatedMLP, MixtureOfExperts, PlainMLP
-from realhf.models.norms import RMSNorm
+from realhf.models.norms import RMSNorm, normalised_in_order, rms_norm_in_order
 from realhf.models.rotary import rotate
-from realhf.parallel.ordered import Leaves, columns, row
+from realhf.parallel.ordered import Leaves, columns, on_gpu, row
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 # torch computes the numbers behind the last whole vector by other instructions, which round otherwise.
 _VECTORS = 64
+
+
+def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raises UserError where a GPU has no kernels for such a model whose results do not depend on the layout."""
+    if torch.device(device).type != "cuda":
+        return
+    here, name = machine("cuda"), str(dtype).removeprefix("torch.")
+    if config.experts.count:
+        raise UserError(
+            f"reproducible='layout' on {device}: experts={config.experts.count} have no kernels for GPUs whose sums are "
+            "in one order; leave reproducible='layout' out, or run on a CPU"
+        )
+    if not here.runs_triton(dtype, config.head_dim):
+        why = next((f"Triton {lack.why} ({lack.remedy})" for lack in here.lacks if lack.name == "triton"), None)
+        raise UserError(
+            f"reproducible='layout' on {device}: no kernel of ours takes heads of {config.head_dim} numbers in {name}"
+            f"{f', as {why}' if why else ''}; leave reproducible='layout' out, or run on a GPU of compute capability 8.0 "
+            f"or later with Triton ({REMEDIES['triton']}) and heads of up to 256 numbers in float32 or bfloat16"
+        )
 
 
 class OrderedLayers:
@@ -31,8 +54,8 @@ class OrderedLayers:
     ) -> Tensor:
         """As `DecoderLayer.forward`, without sequence parallelism."""
         assert shards is None
-        x = x + self._attention(layer.self_attn, layer.input_layernorm(x), cos, sin, attend)
-        return x + self._mlp(layer.mlp, layer.post_attention_layernorm(x))
+        x = x + self._attention(layer.self_attn, normalised_in_order(layer.input_layernorm, x), cos, sin, attend)
+        return x + self._mlp(layer.mlp, normalised_in_order(layer.post_attention_layernorm, x))
 
     def _attention(self, of: SelfAttention, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
         x = self.leaves.enter(x)
@@ -46,7 +69,7 @@ class OrderedLayers:
             return x
         weights = self.leaves.enter(norm.weight)
         parts = zip(x.chunk(self.leaves.own, dim=1), weights, strict=True)
-        return torch.cat([fused.NormalisedByRMS.apply(part, weight, norm.eps) for part, weight in parts], dim=1)
+        return torch.cat([rms_norm_in_order(part, weight, norm.eps) for part, weight in parts], dim=1)
 
     def _mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
         if isinstance(mlp, MixtureOfExperts):
@@ -60,7 +83,7 @@ class OrderedLayers:
         if isinstance(mlp, PlainMLP):
             return self._row(mlp.down_proj, _in_vectors(activation, *self._columns(x, mlp.up_proj)))
         gate, up = self._columns(x, mlp.gate_proj, mlp.up_proj)
-        if mlp.activation == "silu":
+        if mlp.activation == "silu" and not on_gpu(gate):
             return self._row(mlp.down_proj, fused.GatedSilu.apply(gate, up))
         return self._row(mlp.down_proj, _in_vectors(activation, gate) * up)
 
@@ -95,6 +118,8 @@ class OrderedLayers:
 
 
 def _in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of each element of x, computed by whole vectors alone."""
+    """A function of each element of x, computed by whole vectors alone; a GPU has no others."""
+    if on_gpu(x):
+        return function(x)
     flat = x.flatten()
     return function(F.pad(flat, (0, -len(flat) % _VECTORS)))[: len(flat)].view(x.shape)

@@ -30,6 +30,10 @@ class OrderedGradient:
         self._groups = self.decoder.groups
         self._tied: Tensor | None = None  # the gradient of a tied embedding
         self._looked_up: Tensor | None = None  # its part by tokens that are looked up, where the head is here too
+        if self._groups.is_first_stage:
+            looked_up = self.decoder.model.embed_tokens
+            assert looked_up.weight is not None, "no weight is cut"
+            looked_up.own_sink = looked_up.weight.grad
         if self.decoder.config.tied_embeddings and (self._groups.is_first_stage or self._groups.is_last_stage):
             embedding = self.decoder.model.embed_tokens
             assert embedding.weight is not None, "a tied embedding is not cut"
