@@ -1,5 +1,5 @@
-"""Causal attention on GPUs whose numbers for a token depend on its sequence alone: those of a decode step, for all tokens
-of packed sequences."""
+"""Causal attention on GPUs whose numbers for a token depend on its sequence alone: those of a decode step, for all
+tokens of packed sequences."""
 
 from dataclasses import dataclass
 
@@ -38,5 +38,9 @@ class PagesOnGpu:
         # A token finds all before it in the pages: what the others write there meanwhile is what lies there.
         splits = -(-self.table.shape[1] * PAGE_TOKENS // SPLIT_TOKENS)
         at_once = max(1, _PARTS_BYTES // (heads * splits * head_dim * torch.float32.itemsize))
-        of_rows = zip(*(x.split(at_once) for x in (self.table, self.lengths, query, key, value)), strict=True)
-        return torch.cat([attend((pages[0], pages[1]), *each, window) for each in of_rows])
+        out = torch.empty_like(query)
+        for first in range(0, rows, at_once):
+            at = slice(first, first + at_once)
+            stores, table, lengths = (pages[0], pages[1]), self.table[at], self.lengths[at]
+            out[at] = attend(stores, table, lengths, query[at], key[at], value[at], window)
+        return out

@@ -93,8 +93,8 @@ class PackedAttention:
         return self._cu_seqlens, max(self.lengths)
 
     def _by_head(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        """On a GPU, with the same gradients in every run, a call for each key head: flash-attn and cuBLAS divide sums by
-        the number of heads, which is another one under another layout."""
+        """On a GPU, with the same gradients in every run. A call for each key head: flash-attn and cuBLAS divide sums by
+        the number of heads, and layouts differ in it."""
         here, group = machine(query.device.type), query.shape[1] // key.shape[1]
         parts = []
         for each in zip(query.split(group, 1), key.split(1, 1), value.split(1, 1), strict=True):
@@ -120,7 +120,12 @@ class PackedAttention:
 
 
 def attend_in_order(
-    pages: "PackedPages | PagesOnGpu", fast: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, window: int | None
+    pages: "PackedPages | PagesOnGpu",
+    fast: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
 ) -> Tensor:
     """The attention of `pages`, with the gradients of `fast`, which computes the same up to rounding."""
     if torch.is_grad_enabled() and query.requires_grad:
@@ -132,7 +137,13 @@ def attend_in_order(
 class _InOrder(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pages: "PackedPages | PagesOnGpu", fast: Any, window: int | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pages: "PackedPages | PagesOnGpu",
+        fast: Any,
+        window: int | None,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.fast = fast

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realhf.architecture.decoding import TRITON_HEAD_DIM
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.cpu import fused
-from realhf.machine.gpu_kernels import REMEDIES
 from realhf.models.attention import Attention
 from realhf.models.attention_kernels import machine
 from realhf.models.decoder import DecoderLayer, SelfAttention
@@ -31,15 +31,15 @@ def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
     here, name = machine("cuda"), str(dtype).removeprefix("torch.")
     if config.experts.count:
         raise UserError(
-            f"reproducible='layout' on {device}: experts={config.experts.count} have no kernels for GPUs whose sums are "
-            "in one order; leave reproducible='layout' out, or run on a CPU"
+            f"reproducible='layout' on {device}: experts={config.experts.count} have no kernels for GPUs whose sums "
+            "have one order; leave reproducible='layout' out, or run on a CPU"
         )
     if not here.runs_triton(dtype, config.head_dim):
-        why = next((f"Triton {lack.why} ({lack.remedy})" for lack in here.lacks if lack.name == "triton"), None)
+        why = next((f", as Triton {lack.why} ({lack.remedy})" for lack in here.lacks if lack.name == "triton"), "")
         raise UserError(
-            f"reproducible='layout' on {device}: no kernel of ours takes heads of {config.head_dim} numbers in {name}"
-            f"{f', as {why}' if why else ''}; leave reproducible='layout' out, or run on a GPU of compute capability 8.0 "
-            f"or later with Triton ({REMEDIES['triton']}) and heads of up to 256 numbers in float32 or bfloat16"
+            f"reproducible='layout' on {device}: no kernel takes heads of {config.head_dim} numbers in {name}{why}; "
+            "leave reproducible='layout' out, or run on a GPU of compute capability 8.0 or later with Triton, and with "
+            f"heads of up to {TRITON_HEAD_DIM} numbers"
         )
 
 

@@ -1,8 +1,8 @@
 """Products and sums whose bits do not depend on how many ranks there are, nor on how many rows are computed together.
 
 The kernels of `realhf.cpu.products` and, on GPUs, `realhf.gpu.sums` make each number as one sum in the order of the
-inputs, whatever the other rows and outputs. Tensor parallelism divides sums over ranks: each rank has neighbouring `leaves` of the model, every leaf is
-summed up alone, and one tree adds all leaves.
+inputs, whatever the other rows and outputs. Tensor parallelism divides sums over ranks: each rank has neighbouring
+`leaves` of the model, every leaf is summed up alone, and one tree adds all leaves.
 """
 
 import platform

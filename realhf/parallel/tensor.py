@@ -124,7 +124,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(weight_shape))  # [vocab / tp, hidden]
         self.slices: nn.ModuleList | None = None
-        # Where the gradient of the rows that tokens look up is added, in their order; None: where that of the weight is.
+        # Where the gradient of the rows that tokens look up is added in their order; None: where that of the weight is.
         self.own_sink: Tensor | None = None
         self.group, self.rows = group, weight_shape[0]
         self.first = 0 if group is None else dist.get_rank(group) * weight_shape[0]

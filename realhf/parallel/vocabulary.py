@@ -204,8 +204,8 @@ class Softmax:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def statistics(self, z: Tensor, tokens: Tensor, out: Tensor) -> None:
-        """Writes those of a tile's logits / temperature z [rows, vocab] to `out` [3 or 4, rows]: logsumexp, the largest,
-        that of `tokens` [rows], and the mean under the softmax."""
+        """Writes those of a tile's z = logits / temperature [rows, vocab] to `out` [3 or 4, rows]: logsumexp, the
+        largest, that of `tokens` [rows], and the mean under the softmax."""
         torch.amax(z, -1, out=out[1])
         if self.leaves is None:
             torch.logsumexp(z, -1, out=out[0])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,5 +47,8 @@ def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
 
 def in_whole_vectors(**changes: object) -> DecoderConfig:
     """A small model whose tensors have whole vectors: behind these torch computes on the CPU by other instructions."""
-    sizes = dict(hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, vocab_size=96, num_layers=1)
-    return DecoderConfig(**(sizes | {"attention_head_dim": 32} | changes))
+    small = DecoderConfig(
+        hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, vocab_size=96, num_layers=1,
+        attention_head_dim=32,
+    )  # fmt: skip
+    return replace(small, **changes)

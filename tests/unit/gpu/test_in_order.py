@@ -1,6 +1,7 @@
 """Models on the kernels of GPUs, in Triton's interpreter: the bits of a token depend on its sequence alone."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import Computation
-from realhf.architecture.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig, Experts
+from realhf.base.errors import UserError
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
@@ -19,13 +21,16 @@ from realhf.engine.generate.sampling import Truncation, draw, replay
 from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.gpu import packed_attention
+from realhf.models import ordered_layers
 from realhf.models.attention import PackedAttention
+from realhf.models.attention_kernels import Lack
+from realhf.models.ordered_layers import check_kernels
 from realhf.parallel.vocabulary import Logits
 from tests.unit.engine.captures import EagerCapture
 from tests.unit.engine.losses import ONE_RANK
 from tests.unit.gpu.in_order import as_on_gpu, in_whole_vectors
 from tests.unit.gpu.test_paged_attention import plain
-from tests.unit.models.flash import IN_INTERPRETER
+from tests.unit.models.flash import IN_INTERPRETER, WITH_TRITON
 
 pytestmark = IN_INTERPRETER
 
@@ -42,7 +47,8 @@ def logprobs(output: Logits, batch: Batch) -> dict[str, list[Tensor]]:
     """Of the next token at each token; the last one's is of no use."""
     tokens = batch.data["tokens"]
     found = output.of_tokens(torch.cat([each.roll(-1) for each in tokens]), 1.2, with_entropy=True)
-    return {key: list(x.split(list(map(len, tokens)))) for key, x in (("logprob", found.logprob), ("entropy", found.entropy))}
+    lengths = [len(each) for each in tokens]
+    return {"logprob": list(found.logprob.split(lengths)), "entropy": list(found.entropy.split(lengths))}
 
 
 class Sums(TorchDispatchMode):
@@ -66,7 +72,7 @@ class Sums(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [pytest.param(*model, id=name, marks=() if name == "gated" else pytest.mark.slow) for name, model in MODELS.items()],
+    [pytest.param(*of, id=name, marks=() if name == "gated" else pytest.mark.slow) for name, of in MODELS.items()],
 )
 def test_log_probabilities_of_rollouts_are_those_of_forward_passes(config: DecoderConfig, dtype: torch.dtype) -> None:
     """However many run at once, padded as for graphs, and in any micro-batch."""
@@ -156,6 +162,23 @@ def test_draws_do_not_depend_on_the_rows_beside(truncation: dict[str, float]) ->
         assert torch.equal(getattr(alone, field), getattr(drawn, field)[3:4])
     assert torch.equal(again.logprobs, drawn.logprobs)
     assert (drawn.logprobs is drawn.untruncated) == (not truncation), "then they are those of the training's pass"
+
+
+def test_gpus_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, experts = in_whole_vectors(), Experts(count=4, per_token=2)
+    lack = Lack("triton", "is not installed", "pip install triton")
+    without = replace(WITH_TRITON, triton=None, lacks=(lack,))
+    for here, wrong, words in (
+        (WITH_TRITON, replace(config, experts=experts), r"on cuda:1: experts=4 have no kernels .* or run on a CPU"),
+        (WITH_TRITON, replace(config, attention_head_dim=320), r"takes heads of 320 numbers in bfloat16; leave repr"),
+        (without, config, r"of 32 numbers in bfloat16, as Triton is not installed \(pip install triton\); leave re"),
+    ):
+        monkeypatch.setattr(ordered_layers, "machine", lambda device, here=here: here)
+        check_kernels(wrong, torch.bfloat16, "cpu")
+        with pytest.raises(UserError, match=words):
+            check_kernels(wrong, torch.bfloat16, "cuda:1")
+    monkeypatch.setattr(ordered_layers, "machine", lambda device: WITH_TRITON)
+    check_kernels(config, torch.float32, "cuda")
 
 
 def test_sums_of_probabilities_have_no_rounding() -> None:
