@@ -34,13 +34,14 @@ class ShardedModel:
 
     def __init__(self, spec: ModelSpec):
         config, groups, compute = spec.config, spec.groups, spec.compute
+        if compute.reproducible == "layout":
+            check_in_order(spec.device)
+            check_kernels(config, spec.dtype, spec.device)
         self.config, self.groups = config, groups
         self.tokens_processed = 0
         self.parameters: Parameters = self.make_parameters(spec)
         self.decoder = self.parameters.decoder
         if compute.reproducible == "layout":
-            check_in_order(spec.device)
-            check_kernels(config, spec.dtype, spec.device)
             self.decoder.leaves = Leaves(tensor_leaves(config) // groups.layout.strategy.tp, groups.tensor)
             self.decoder.trains_layer = self.decoder.infers_layer = OrderedLayers(self.decoder.leaves)
         is_replicated = self.parameters.data_parallel == "zero1"

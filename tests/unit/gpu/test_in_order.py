@@ -25,6 +25,7 @@ from realhf.models import ordered_layers
 from realhf.models.attention import PackedAttention
 from realhf.models.attention_kernels import Lack
 from realhf.models.ordered_layers import check_kernels
+from realhf.parallel.ordered import column_sums
 from realhf.parallel.vocabulary import Logits
 from tests.unit.engine.captures import EagerCapture
 from tests.unit.engine.losses import ONE_RANK
@@ -177,8 +178,21 @@ def test_gpus_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         check_kernels(wrong, torch.bfloat16, "cpu")
         with pytest.raises(UserError, match=words):
             check_kernels(wrong, torch.bfloat16, "cuda:1")
+        compute = Computation(reproducible="layout")
+        with pytest.raises(UserError, match=words):
+            ShardedModel(ModelSpec(wrong, ONE_RANK, torch.bfloat16, torch.device("cuda:1"), compute=compute))
     monkeypatch.setattr(ordered_layers, "machine", lambda device: WITH_TRITON)
     check_kernels(config, torch.float32, "cuda")
+
+
+def test_gradients_of_biases_are_sums_of_columns_alone() -> None:
+    torch.manual_seed(4)
+    x = torch.randn(70, 40)
+    with as_on_gpu(), Sums() as sums:
+        found = column_sums(x)
+        assert torch.equal(column_sums(x[:, 8:20]), found[8:20])
+    assert not sums.seen
+    torch.testing.assert_close(found, x.sum(0), rtol=0, atol=2e-5)
 
 
 def test_sums_of_probabilities_have_no_rounding() -> None:

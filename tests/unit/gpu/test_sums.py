@@ -65,6 +65,18 @@ def test_a_number_depends_on_its_row_and_its_output_alone(dtype: torch.dtype) ->
     assert product(x[:0], weight).shape == (0, 70)
 
 
+def test_kernels_get_aligned_operands_and_are_compiled_once() -> None:
+    """Rows of other lengths, or at other places, are copied; zeros fill them up."""
+    x = torch.randn(6, 96)
+    assert sums._aligned(x) is x
+    assert sums._aligned(x[2:4, 16:48]).data_ptr() == x[2:4, 16:48].data_ptr()
+    for other in (x[:, 1:33], x[:, :20], x[:, :33], x.t(), x.flatten()[1:81].view(5, 16)):
+        aligned = sums._aligned(other)
+        assert not any(number % 16 for number in (aligned.shape[1], aligned.stride(0), aligned.data_ptr()))
+        assert torch.equal(aligned[:, : other.shape[1]], other)
+        assert not aligned[:, other.shape[1] :].any()
+
+
 def test_tiles_of_products_are_those_of_the_dtype_and_inputs_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """2^24 + 1 is 2^24 in float32: the order in which tiles are added shows."""
     _, _, depth = sums.TILES[torch.float32]
