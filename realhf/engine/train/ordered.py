@@ -15,7 +15,8 @@ from realhf.parallel.collectives import gathered
 from realhf.parallel.ordered import tree_sum
 
 _GATHERED = 2**20  # elements that ranks exchange at a time
-_IN_CACHE = 2**16  # elements that stay in a core's cache from the first operation on them to the last
+# Elements that stay in a core's cache from the first operation on them to the last; on a GPU launches are what costs.
+_IN_CACHE, _ON_GPU = 2**16, 2**26
 
 
 class OrderedGradient:
@@ -108,7 +109,7 @@ class OrderedGradient:
         grids = [2.0 ** max(exponent + number - 52, -1020), 2.0 ** max(exponent + 2 * number - 104, -1070)]
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for vector in counted:
-            for chunk in vector.split(_IN_CACHE):
+            for chunk in vector.split(_IN_CACHE if device.type == "cpu" else _ON_GPU):
                 rest = chunk.double().square_()
                 for place, grid in enumerate(grids):
                     rounded = (rest / grid).round_().mul_(grid)
