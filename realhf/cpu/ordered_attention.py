@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.cpu.native import kernels
 from realhf.cpu.paged_attention import attend, page_shapes, write
 
@@ -19,7 +20,7 @@ class PackedPages:
 
     def __init__(self, sequences: Sequence[tuple[np.ndarray, int]], rows: int):
         """`sequences`: (rows of the tokens, how many of them do not attend); each of `rows` rows attends once."""
-        page = kernels.PAGE
+        page = PAGE_TOKENS  # of kernels for GPUs too
         pages = [-(-len(tokens) // page) for tokens, _ in sequences]
         starts = np.concatenate([[0], np.cumsum(pages)])
         self.pages = int(starts[-1])

@@ -21,7 +21,7 @@ from realhf.geometry.boxes import Box
 from realhf.geometry.shards import shard_boxes
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind, optimizer_steps
-from realhf.models.ordered_layers import compute_in_order
+from realhf.models.ordered_layers import check_kernels, compute_in_order
 
 
 class ShardedModel:
@@ -32,12 +32,14 @@ class ShardedModel:
 
     def __init__(self, spec: ModelSpec):
         config, groups, compute = spec.config, spec.groups, spec.compute
+        if compute.reproducible == "layout":
+            check_kernels(config, spec.dtype, spec.device)
         self.config, self.groups = config, groups
         self.tokens_processed = 0
         self.parameters: Parameters = self.make_parameters(spec)
         self.decoder = self.parameters.decoder
         if compute.reproducible == "layout":
-            compute_in_order(self.decoder, spec.device)
+            compute_in_order(self.decoder)
         is_replicated = self.parameters.data_parallel == "zero1"
         self._kept = KeptWorkspace(is_possible=is_replicated, timeout_s=spec.timeout_s)
         self._neighbours = Neighbours(groups, config.hidden_size, self.parameters.flat, spec.timeout_s)

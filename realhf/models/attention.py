@@ -3,15 +3,17 @@
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from realhf.cpu.ordered_attention import PackedPages
+from realhf.gpu.host_numbers import on_device
 from realhf.models.attention_kernels import (
     boundaries,
     flash_attention,
@@ -19,6 +21,10 @@ from realhf.models.attention_kernels import (
     packed_kernel,
     torch_varlen_attention,
 )
+from realhf.parallel.ordered import on_gpu
+
+if TYPE_CHECKING:
+    from realhf.gpu.packed_attention import PagesOnGpu
 
 
 class Attention(Protocol):
@@ -35,17 +41,21 @@ class PackedAttention:
 
     If the machine has a kernel for packed sequences (`realhf.models.attention_kernels`), one call takes all of them.
     Else neighbours of equal length go through one call, so a batch in order of length takes one call for each length.
-    With `in_order`, on the CPU, numbers are those of decode steps, bit by bit.
+    With `in_order` numbers are those of decode steps, bit by bit.
     """
 
     def __init__(self, lengths: Sequence[int], *, in_order: bool = False):
         self.lengths = list(lengths)
         self.in_order = in_order
         self._cu_seqlens: Tensor | None = None
+        self._pages_there: PagesOnGpu | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         if self.in_order:
-            return attend_in_order(self.pages, partial(self._by_length, window=window), query, key, value, window)
+            is_on_gpu = on_gpu(query)
+            pages = self._pages_on(query.device) if is_on_gpu else self.pages
+            fast = partial(self._by_head if is_on_gpu else self._by_length, window=window)
+            return attend_in_order(pages, fast, query, key, value, window)
         here = machine(query.device.type)
         match packed_kernel(here, query.dtype, query.shape[-1], window):
             case "flash-attn":
@@ -62,6 +72,15 @@ class PackedAttention:
         rows = [(np.arange(end - length, end), 0) for end, length in zip(ends, self.lengths, strict=True)]
         return PackedPages(rows, int(ends[-1]))
 
+    def _pages_on(self, device: torch.device) -> "PagesOnGpu":
+        """`pages` on the device, copied once for all layers."""
+        if self._pages_there is None:
+            from realhf.gpu.packed_attention import PagesOnGpu
+
+            of_host = (self.pages.kept, self.pages.places, self.pages.table, self.pages.lengths.int())
+            self._pages_there = PagesOnGpu(self.pages.pages, *(on_device(each, device) for each in of_host))
+        return self._pages_there
+
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """Neighbours of equal lengths: (sequences, length)."""
@@ -72,6 +91,20 @@ class PackedAttention:
         if self._cu_seqlens is None:
             self._cu_seqlens = boundaries(self.lengths, device)
         return self._cu_seqlens, max(self.lengths)
+
+    def _by_head(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        """On a GPU, with the same gradients in every run. A call for each key head: flash-attn and cuBLAS divide sums
+        by the number of heads, and layouts differ in it."""
+        here, group = machine(query.device.type), query.shape[1] // key.shape[1]
+        parts = []
+        for each in zip(query.split(group, 1), key.split(1, 1), value.split(1, 1), strict=True):
+            q, k, v = (x.contiguous() for x in each)
+            if packed_kernel(here, query.dtype, query.shape[-1], window) == "flash-attn":
+                parts.append(flash_attention(q, k, v, *self._borders(query.device), window))
+            else:
+                with sdpa_kernel(SDPBackend.MATH):
+                    parts.append(self._by_length(q, k, v, window))
+        return torch.cat(parts, dim=1)
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
         sizes = [count * length for count, length in self.runs]
@@ -87,7 +120,12 @@ class PackedAttention:
 
 
 def attend_in_order(
-    pages: PackedPages, fast: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, window: int | None
+    pages: "PackedPages | PagesOnGpu",
+    fast: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
 ) -> Tensor:
     """The attention of `pages`, with the gradients of `fast`, which computes the same up to rounding."""
     if torch.is_grad_enabled() and query.requires_grad:
@@ -99,7 +137,13 @@ def attend_in_order(
 class _InOrder(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pages: PackedPages, fast: Any, window: int | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pages: "PackedPages | PagesOnGpu",
+        fast: Any,
+        window: int | None,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.fast = fast

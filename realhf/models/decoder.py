@@ -18,7 +18,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import chunk_layers
 from realhf.models.attention import Attention
 from realhf.models.mlp import feed_forward
-from realhf.models.norms import RMSNorm, hidden_norm
+from realhf.models.norms import RMSNorm, hidden_norm, normalised_in_order
 from realhf.models.recomputation import run_layer
 from realhf.models.rotary import rotary_tables, rotate
 from realhf.parallel.groups import ParallelGroups
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
 
     def output(self, x: Tensor, rows: Tensor | None = None, shards: TokenShards | None = None) -> Tensor | Logits:
         """Applies the final norm and the head to hidden states [tokens, hidden] of the last stage: see `forward`."""
-        x = self.model.norm(x)
+        x = self.model.norm(x) if self.leaves is None else normalised_in_order(self.model.norm, x)
         if self.config.head == "scalar":
             values = gather_outputs(self._scores(x).squeeze(-1), shards)  # [tokens]
             return values if rows is None else values.index_select(0, rows)

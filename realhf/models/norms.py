@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from realhf.architecture.model import DecoderConfig
 from realhf.cpu import fused
+from realhf.parallel import ordered
 from realhf.parallel.regions import copy_to_group
 
 
@@ -50,6 +51,39 @@ def hidden_norm(config: DecoderConfig) -> nn.Module:
             return PlusOneRMSNorm(config.hidden_size, config.rms_norm_eps)
         case "layer":
             return nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def rms_norm_in_order(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [..., width], whose sums depend neither on the rows beside a row nor on how x lies in memory."""
+    if ordered.on_gpu(x):
+        return weight * _normalised_in_order(x.contiguous(), eps).to(x.dtype)
+    normalised: Tensor = fused.NormalisedByRMS.apply(x, weight, eps)
+    return normalised
+
+
+def normalised_in_order(norm: nn.Module, x: Tensor) -> Tensor:
+    """`norm` of x [rows, hidden]; no row's bits depend on the rows beside it. torch's kernels for GPUs choose the order
+    of a sum by the number of rows."""
+    if not ordered.on_gpu(x):
+        normalised: Tensor = norm(x)
+        return normalised
+    assert isinstance(norm, RMSNorm | PlusOneRMSNorm | nn.LayerNorm)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if isinstance(norm, nn.LayerNorm):
+        wide = wide - (ordered.row_sums(wide) / x.shape[-1])[..., None]
+    wide = _normalised_in_order(wide, norm.eps)
+    match norm:
+        case RMSNorm():
+            return norm.weight * wide.to(x.dtype)
+        case PlusOneRMSNorm():
+            return (wide * (1.0 + norm.weight.to(wide.dtype))).to(x.dtype)
+        case _:
+            return (wide * norm.weight + norm.bias).to(x.dtype)
+
+
+def _normalised_in_order(x: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt(ordered.row_sums(wide.square()) / x.shape[-1] + eps)[..., None]
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:

@@ -7,26 +7,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realhf.architecture.decoding import TRITON_HEAD_DIM
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
 from realhf.cpu import fused
 from realhf.geometry.reproducible import tensor_leaves
 from realhf.models.attention import Attention
+from realhf.models.attention_kernels import machine
 from realhf.models.decoder import Decoder, DecoderLayer, SelfAttention
 from realhf.models.mlp import ACTIVATIONS, GatedMLP, MixtureOfExperts, PlainMLP
-from realhf.models.norms import RMSNorm
+from realhf.models.norms import RMSNorm, normalised_in_order, rms_norm_in_order
 from realhf.models.rotary import rotate
-from realhf.parallel.ordered import Leaves, check_in_order, columns, row
+from realhf.parallel.ordered import Leaves, check_in_order, columns, on_gpu, row
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 # torch computes the numbers behind the last whole vector by other instructions, which round otherwise.
 _VECTORS = 64
 
 
-def compute_in_order(decoder: Decoder, device: torch.device | str) -> None:
-    """From now on the decoder's results have the same bits under every layout. Raises UserError as `check_in_order`."""
-    check_in_order(device)
+def compute_in_order(decoder: Decoder) -> None:
+    """From now on the decoder's results have the same bits under every layout."""
     groups = decoder.groups
     decoder.leaves = Leaves(tensor_leaves(decoder.config) // groups.layout.strategy.tp, groups.tensor)
     decoder.trains_layer = decoder.infers_layer = OrderedLayers(decoder.leaves)
+
+
+def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raises UserError where results of such a model would depend on the layout all the same: for lack of kernels, or
+    by the number of threads."""
+    if torch.device(device).type != "cuda":
+        check_in_order(device)
+        return
+    here, name = machine("cuda"), str(dtype).removeprefix("torch.")
+    if config.experts.count:
+        raise UserError(
+            f"reproducible='layout' on {device}: experts={config.experts.count} have no kernels for GPUs whose sums "
+            "have one order; leave reproducible='layout' out, or run on a CPU"
+        )
+    if not here.runs_triton(dtype, config.head_dim):
+        why = next((f", as Triton {lack.why} ({lack.remedy})" for lack in here.lacks if lack.name == "triton"), "")
+        raise UserError(
+            f"reproducible='layout' on {device}: no kernel takes heads of {config.head_dim} numbers in {name}{why}; "
+            "leave reproducible='layout' out, or run on a GPU of compute capability 8.0 or later with Triton, and with "
+            f"heads of up to {TRITON_HEAD_DIM} numbers"
+        )
 
 
 class OrderedLayers:
@@ -40,8 +64,8 @@ class OrderedLayers:
     ) -> Tensor:
         """As `DecoderLayer.forward`, without sequence parallelism."""
         assert shards is None
-        x = x + self._attention(layer.self_attn, layer.input_layernorm(x), cos, sin, attend)
-        return x + self._mlp(layer.mlp, layer.post_attention_layernorm(x))
+        x = x + self._attention(layer.self_attn, normalised_in_order(layer.input_layernorm, x), cos, sin, attend)
+        return x + self._mlp(layer.mlp, normalised_in_order(layer.post_attention_layernorm, x))
 
     def _attention(self, of: SelfAttention, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
         x = self.leaves.enter(x)
@@ -55,7 +79,7 @@ class OrderedLayers:
             return x
         weights = self.leaves.enter(norm.weight)
         parts = zip(x.chunk(self.leaves.own, dim=1), weights, strict=True)
-        return torch.cat([fused.NormalisedByRMS.apply(part, weight, norm.eps) for part, weight in parts], dim=1)
+        return torch.cat([rms_norm_in_order(part, weight, norm.eps) for part, weight in parts], dim=1)
 
     def _mlp(self, mlp: nn.Module, x: Tensor) -> Tensor:
         if isinstance(mlp, MixtureOfExperts):
@@ -69,7 +93,7 @@ class OrderedLayers:
         if isinstance(mlp, PlainMLP):
             return self._row(mlp.down_proj, _in_vectors(activation, *self._columns(x, mlp.up_proj)))
         gate, up = self._columns(x, mlp.gate_proj, mlp.up_proj)
-        if mlp.activation == "silu":
+        if mlp.activation == "silu" and not on_gpu(gate):
             return self._row(mlp.down_proj, fused.GatedSilu.apply(gate, up))
         return self._row(mlp.down_proj, _in_vectors(activation, gate) * up)
 
@@ -104,6 +128,8 @@ class OrderedLayers:
 
 
 def _in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of each element of x, computed by whole vectors alone."""
+    """A function of each element of x, computed by whole vectors alone; a GPU has no others."""
+    if on_gpu(x):
+        return function(x)
     flat = x.flatten()
     return function(F.pad(flat, (0, -len(flat) % _VECTORS)))[: len(flat)].view(x.shape)

@@ -1,8 +1,8 @@
 """Products and sums whose bits do not depend on how many ranks there are, nor on how many rows are computed together.
 
-The kernel of `realhf.cpu.products` makes each number as one sum in the order of the inputs, whatever the other rows and
-outputs. Tensor parallelism divides sums over ranks: each rank has neighbouring `leaves` of the model, every leaf is
-summed up alone, and one tree adds all leaves.
+The kernels of `realhf.cpu.products` and, on GPUs, `realhf.gpu.sums` make each number as one sum in the order of the
+inputs, whatever the other rows and outputs. Tensor parallelism divides sums over ranks: each rank has neighbouring
+`leaves` of the model, every leaf is summed up alone, and one tree adds all leaves.
 """
 
 import platform
@@ -24,10 +24,11 @@ from realhf.parallel.gradients import gradient_sink
 
 
 def check_in_order(device: torch.device | str) -> None:
-    """Raises UserError where results would depend on the layout all the same."""
+    """Raises UserError where results would depend on the layout all the same; of GPUs `check_kernels` of
+    `realhf.models.ordered_layers` knows more."""
     remedy = "leave reproducible='layout' out, or run on processors with AVX-512 and its bfloat16 instructions"
-    if torch.device(device).type != "cpu":
-        raise UserError(f"reproducible='layout' on {device}: its kernels for GPUs are not written; {remedy}")
+    if torch.device(device).type == "cuda":
+        return
     if not products.has_products():
         raise UserError(f"reproducible='layout': this processor ({platform.machine()}) has no kernels for it; {remedy}")
     if torch.get_num_threads() > 1:
@@ -35,6 +36,11 @@ def check_in_order(device: torch.device | str) -> None:
             f"reproducible='layout' with {torch.get_num_threads()} threads in a worker: sums over threads depend on "
             "their number; set OMP_NUM_THREADS=1, and start more workers"
         )
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether sums of x are made by the kernels of `realhf.gpu`."""
+    return x.is_cuda
 
 
 def tree_sum(parts: Tensor) -> Tensor:
@@ -64,7 +70,7 @@ class PackedWeights:
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias [rows, out] of x [rows, in] and weight [out, in]; every number is one sum over the inputs."""
-        if self._kept is None:
+        if self._kept is None or on_gpu(x):
             return product(x, weight, bias)
         key = weight.data_ptr(), weight.shape, weight.stride()
         packed = self._kept.get(key) or products.pack(_in_pairs(weight))
@@ -131,12 +137,52 @@ def _in_pairs(x: Tensor) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`PackedWeights.product`, of a weight that is used once."""
+    if on_gpu(x):
+        from realhf.gpu import sums
+
+        return sums.product(x, weight, bias)
     return products.product_once(_in_pairs(x), _in_pairs(weight), bias)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """grad^T x [out, in] of grad [rows, out] and x [rows, in]: each number one sum over the rows, in their order."""
     return product(grad.t().contiguous(), x.t())
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """The sums [width] of the columns of x [rows, width], whatever columns are beside them."""
+    return weight_gradient(x, x.new_ones(len(x), 1))[:, 0] if on_gpu(x) else x.sum(0)
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """The sums [...] of x [..., width] in float32, whatever rows are beside them; differentiable. On GPUs alone."""
+    sums: Tensor = _RowSums.apply(x)
+    return sums
+
+
+class _RowSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from realhf.gpu import sums
+
+        ctx.like = x.shape, x.dtype
+        return sums.row_sums(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        shape, dtype = ctx.like
+        return grad.to(dtype)[..., None].expand(shape)
+
+
+def add_rows(total: Tensor, index: Tensor, x: Tensor) -> None:
+    """Adds rows of x [rows, width] to those rows of `total` [n, width] that `index` [rows] names, in their order."""
+    if on_gpu(x):
+        from realhf.gpu import sums
+
+        sums.add_rows(total, index, x)
+    else:
+        total.index_add_(0, index, x.to(total.dtype))
 
 
 def columns(x: Tensor, leaves: Leaves, *linears: tuple[Tensor, Tensor | None]) -> list[Tensor]:
@@ -190,7 +236,7 @@ class _Columns(torch.autograd.Function):
             of_all = weight_gradient(_joined(grads, -1), x[0]).split(ctx.rows)
             of_weights = [_given(weight, part) for weight, part in zip(ctx.weights, of_all, strict=True)]
         if ctx.has_biases:
-            of_biases = [grad.sum(0) for grad in grads]
+            of_biases = [column_sums(grad) for grad in grads]
         return of_x, None, None, *of_weights, *of_biases
 
 

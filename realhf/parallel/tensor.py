@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from realhf.parallel.gradients import gradient_sink
 from realhf.parallel.linear import Packed, linear, pack
+from realhf.parallel.ordered import add_rows
 from realhf.parallel.sequence import TokenShards, leave
 
 
@@ -123,7 +124,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(weight_shape))  # [vocab / tp, hidden]
         self.slices: nn.ModuleList | None = None
-        # Where the gradient of the rows that tokens look up is added; None: where that of the weight is.
+        # Where the gradient of the rows that tokens look up is added in their order; None: where that of the weight is.
         self.own_sink: Tensor | None = None
         self.group, self.rows = group, weight_shape[0]
         self.first = 0 if group is None else dist.get_rank(group) * weight_shape[0]
@@ -155,8 +156,9 @@ class EmbeddingSlice(WeightSlice):
 
 
 def _rows_of(weight: Tensor, tokens: Tensor, own_sink: Tensor | None = None) -> Tensor:
-    # On a GPU rows would be added to `grad` in an order that varies between runs.
-    if weight.device.type == "cpu" and torch.is_grad_enabled() and (sink := gradient_sink(weight)) is not None:
+    # On a GPU only the kernel of `own_sink` adds rows to `grad` in the same order in every run.
+    adds = weight.device.type == "cpu" or own_sink is not None
+    if adds and torch.is_grad_enabled() and (sink := gradient_sink(weight)) is not None:
         return _EmbeddingIntoGrad.apply(weight, tokens, sink if own_sink is None else own_sink)
     return F.embedding(tokens, weight)
 
@@ -174,5 +176,5 @@ class _EmbeddingIntoGrad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
-        ctx.sink.index_add_(0, tokens, grad.to(ctx.sink.dtype))
+        add_rows(ctx.sink, tokens, grad)
         return None, None, None

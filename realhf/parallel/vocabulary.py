@@ -110,7 +110,7 @@ class Logits:
 
     def softmax(self, temperature: float, *, with_entropy: bool = False) -> "Softmax":
         """The settings of the tiles."""
-        chunk_bytes = self.chunk_bytes or (LOGITS_BYTES if self.device.type == "cpu" else GPU_LOGITS_BYTES)
+        chunk_bytes = self.chunk_bytes or _chunk_bytes(self.hidden)
         return Softmax(temperature, self.group, chunk_bytes, with_entropy, self.leaves)
 
     @property
@@ -203,6 +203,19 @@ class Softmax:
         logits = self.product(hidden, weight).to(at_least_float32(hidden.dtype))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
+    def statistics(self, z: Tensor, tokens: Tensor, out: Tensor) -> None:
+        """Writes those of a tile's z = logits / temperature [rows, vocab] to `out` [3 or 4, rows]: logsumexp, the
+        largest, that of `tokens` [rows], and the mean under the softmax."""
+        torch.amax(z, -1, out=out[1])
+        if self.leaves is None:
+            torch.logsumexp(z, -1, out=out[0])
+        else:
+            out[0] = out[1] + ordered.row_sums((z - out[1][:, None]).exp_()).log_()
+        out[2] = z.gather(-1, tokens[:, None])[:, 0]
+        if len(out) > 3:
+            terms = (z - out[0][:, None]).exp_() * z
+            out[3] = terms.sum(-1) if self.leaves is None else ordered.row_sums(terms)
+
 
 class _TokenLogprobs(torch.autograd.Function):
     """(hidden, tokens, slices of the weight) -> (log-probability, entropy or zeros, is_top, logsumexp), each [n].
@@ -242,13 +255,8 @@ class _TokenLogprobs(torch.autograd.Function):
                         kept = softmax.product(hidden[at], weight[columns])
                         fused.vocabulary_statistics(kept, there[at], softmax.temperature, own[:asked, at])
                         continue
-                    z = softmax.scaled(hidden[at], weight[columns])
-                    torch.logsumexp(z, -1, out=own[0, at])
-                    torch.amax(z, -1, out=own[1, at])
-                    own[2, at] = z.gather(-1, there[at, None])[:, 0]
-                    if softmax.with_entropy:
-                        own[3, at] = ((z - own[0, at, None]).exp_() * z).sum(-1)
-                    kept = z
+                    kept = softmax.scaled(hidden[at], weight[columns])
+                    softmax.statistics(kept, there[at], own[:asked, at])
                 own[2].masked_fill_(~is_there, 0.0)
                 parts.append(own)
                 if softmax.leaves is None and len(parts) > 1:
@@ -433,17 +441,26 @@ def _joined_in_order(parts: Tensor) -> Tensor:
 def logprobs_in_order(logits: Tensor, tokens: Tensor, temperature: float, leaves: int) -> Tensor:
     """Log-probabilities [n] of `tokens` under softmax(logits / temperature) of whole logits [n, vocab]: the bits of
     `Logits.of_tokens` under any layout of a model with so many leaves."""
-    softmax = Softmax(temperature, None, LOGITS_BYTES, False, Leaves(leaves))
+    is_on_gpu = ordered.on_gpu(logits)
+    softmax = Softmax(temperature, None, _chunk_bytes(logits), False, Leaves(leaves))
     wide = at_least_float32(logits.dtype)
     parts = []
     for columns in softmax.tiles(len(logits), logits.shape[1], wide.itemsize)[0]:
         own = logits.new_zeros((4, len(logits)), dtype=wide)
         there, is_there = _within(tokens, columns)
-        fused.vocabulary_statistics(logits[:, columns].contiguous(), there, temperature, own[:3])
+        if is_on_gpu:
+            z = logits[:, columns].to(wide)
+            softmax.statistics(z if temperature == 1.0 else z / temperature, there, own[:3])
+        else:
+            fused.vocabulary_statistics(logits[:, columns].contiguous(), there, temperature, own[:3])
         own[2].masked_fill_(~is_there, 0.0)
         parts.append(own)
     logsumexp, _, picked, _ = softmax.joined(parts)
     return picked - logsumexp
+
+
+def _chunk_bytes(x: Tensor) -> int:
+    return LOGITS_BYTES if x.device.type == "cpu" else GPU_LOGITS_BYTES
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -31,7 +31,7 @@ from realhf.engine.train.optimizer import gradient_dtype
 from realhf.geometry.batching import Limits, Scheduler, pages_for
 from realhf.geometry.reproducible import tensor_leaves
 from realhf.models.attention import Attention
-from realhf.models.ordered_layers import compute_in_order
+from realhf.models.ordered_layers import check_kernels, compute_in_order
 from realhf.models.rotary import rotary_tables
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
@@ -178,10 +178,12 @@ class ModelBench:
         if groups is None:
             return
         config = replace(model, num_layers=layers)
+        if reproducible == "layout":
+            check_kernels(config, self.dtype, device)
         arena = build.build_arena(config, groups, self.dtype, device)
         self.decoder = build.decoder_on(config, groups, arena.views())
         if reproducible == "layout":
-            compute_in_order(self.decoder, device)
+            compute_in_order(self.decoder)
         arena.flat.normal_(std=0.02)  # zeros would draw less power, hence run faster, on a GPU
         build.attach_gradients(self.decoder, Arena(arena.layout, gradient_dtype(self.dtype, OptimizerConfig()), device))
 

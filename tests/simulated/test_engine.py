@@ -49,6 +49,17 @@ def test_flash_attn_reads_the_cache_where_triton_is_left_out(simulator: Simulato
     assert [line for line in outcome.logs[0].splitlines() if line in LINES] == [x for x in LINES if x not in loaded]
 
 
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 1), (2, 1, 2)])
+def test_sums_in_one_order_have_kernels_of_their_own(simulator: Simulator, dp: int, tp: int, pp: int) -> None:
+    """Each is compiled and loaded once, for all shapes; nothing waits or allocates by values as steps are recorded."""
+    outcome = simulator.run("in_order", dp * tp * pp, dp, tp, pp)
+    for rank, log in enumerate(outcome.logs):
+        loaded = sorted(line.removeprefix("loaded ") for line in log.splitlines() if line.startswith("loaded"))
+        is_first_stage = rank < dp * tp  # where tokens are looked up
+        assert loaded == [*(["add_named_rows"] if is_first_stage else []), "add_products", "add_row", "attend_split"]
+        assert log.splitlines()[-1] == "end"
+
+
 @pytest.mark.parametrize(("dp", "tp", "pp"), RANKS_OF_ALL)
 def test_steps(simulator: Simulator, dp: int, tp: int, pp: int) -> None:
     strategy = ParallelStrategy(dp, tp, pp)

@@ -11,6 +11,7 @@ from realhf.engine.batch import Batch
 from realhf.engine.generate.sampling import Draw, Truncation, draw, replay, uniform
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.returned import check_end
+from realhf.parallel.ordered import on_gpu
 from realhf.parallel.vocabulary import logprobs_in_order
 
 # Stands for a token where there is none, because the logits are no distribution: all ranks get it, and say so alike.
@@ -77,7 +78,8 @@ class TokenChoice:
         if options.end_token >= 0 and (given < options.min_new_tokens).any():
             tokens = np.where(given < options.min_new_tokens, options.end_token, -1)
             forbidden = torch.from_numpy(tokens).to(self.device)
-        truncation = Truncation(top_k=options.top_k, top_p=options.top_p, forbidden=forbidden)
+        in_order = self.leaves > 0 and on_gpu(logits)
+        truncation = Truncation(top_k=options.top_k, top_p=options.top_p, forbidden=forbidden, in_order=in_order)
         if self.is_forced:
             given_tokens = torch.from_numpy(self.tokens[sequences, lengths]).to(self.device)
             return replay(logits, given_tokens, options.temperature, truncation)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.cpu import fused
+from realhf.parallel.ordered import row_sums
 
 _WORD = 0xFFFFFFFF
 # Multipliers and key increments of Philox-4x32 (Salmon et al., SC'11, section 3.3 and table 2).
@@ -14,6 +15,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _BLOCK = 128  # tokens that a GPU adds up together; divides most vocabularies
+_GRID = 2.0**52  # sums of probabilities on it have no rounding
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -80,11 +82,14 @@ class Truncation:
     First `forbidden` [n] int64, one token of each row (-1: none). Then all but the `top_k` most likely tokens (0: all
     are kept; ties with the last one are kept too). Then all but the smallest set of most likely tokens whose
     renormalised probabilities sum to `top_p`.
+
+    With `in_order`, on a GPU, no row's bits depend on the rows beside it, here and in the draw.
     """
 
     top_k: int = 0
     top_p: float = 1.0
     forbidden: Tensor | None = None
+    in_order: bool = False
 
     def __call__(self, logprobs: Tensor) -> Tensor:
         """Log-probabilities [n, vocab] without the tokens left out, renormalised; the same tensor if none is left
@@ -92,13 +97,13 @@ class Truncation:
         logprobs = self.without_forbidden(logprobs)
         if 0 < self.top_k < logprobs.shape[-1]:
             least = logprobs.topk(self.top_k).values[:, -1:]
-            logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)
+            logprobs = self.log_softmax(logprobs.masked_fill(logprobs < least, -torch.inf))
         if self.top_p < 1:
             in_order = logprobs.sort(descending=True, stable=True)
-            probabilities = in_order.values.double().exp()
+            probabilities = self.terms(in_order.values.double().exp())
             is_left = running_sums(probabilities) - probabilities < self.top_p  # by the sum of those before it
             is_kept = torch.zeros_like(is_left).scatter(-1, in_order.indices, is_left)
-            logprobs = logprobs.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+            logprobs = self.log_softmax(logprobs.masked_fill(~is_kept, -torch.inf))
         return logprobs
 
     @property
@@ -110,7 +115,18 @@ class Truncation:
         if self.forbidden is None:
             return logprobs
         is_forbidden = torch.arange(logprobs.shape[-1], device=logprobs.device) == self.forbidden[:, None]
-        return logprobs.masked_fill(is_forbidden, -torch.inf).log_softmax(-1)
+        return self.log_softmax(logprobs.masked_fill(is_forbidden, -torch.inf))
+
+    def log_softmax(self, x: Tensor) -> Tensor:
+        """[n, vocab] of x [n, vocab]."""
+        if not self.in_order:
+            return x.log_softmax(-1)
+        x = x - x.amax(-1, keepdim=True)
+        return x - row_sums(x.exp()).log()[:, None]
+
+    def terms(self, probabilities: Tensor) -> Tensor:
+        """Probabilities [n, vocab] as the terms of sums."""
+        return (probabilities.double() * _GRID).round() / _GRID if self.in_order else probabilities
 
 
 NO_TRUNCATION = Truncation()
@@ -134,14 +150,15 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation
     if uniforms is not None and _is_fused(logits, temperature, truncation):
         tokens, logprobs, margins = fused.draw(logits, uniforms, temperature)
         return Draw(tokens, logprobs, logprobs, margins)
-    whole = tempered_logprobs(logits, temperature)  # [n, vocab]
+    whole = tempered_logprobs(logits, temperature, truncation)  # [n, vocab]
     if temperature == 0:
         return _certain(truncation.without_forbidden(whole).argmax(-1), whole, whole)
     logprobs = truncation(whole)
     assert uniforms is not None, "a draw at a temperature above 0 needs random numbers"
     find = _find if logits.device.type == "cpu" else _find_in_blocks
-    tokens, margins = find(logprobs.exp(), uniforms[:, None])
-    return Draw(tokens, _pick(logprobs, tokens), _pick(whole, tokens), margins)
+    tokens, margins = find(truncation.terms(logprobs.exp()), uniforms[:, None])
+    untruncated = _pick(whole, tokens)
+    return Draw(tokens, untruncated if truncation.keeps_all else _pick(logprobs, tokens), untruncated, margins)
 
 
 def _find(probabilities: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,14 +224,14 @@ def replay(logits: Tensor, tokens: Tensor, temperature: float, truncation: Trunc
     if _is_fused(logits, temperature, truncation):
         _, logprobs, margins = fused.draw(logits, None, temperature, tokens)
         return Draw(tokens, logprobs, logprobs, margins)
-    whole = tempered_logprobs(logits, temperature)
+    whole = tempered_logprobs(logits, temperature, truncation)
     return _certain(tokens, whole if temperature == 0 else truncation(whole), whole)
 
 
-def tempered_logprobs(logits: Tensor, temperature: float) -> Tensor:
+def tempered_logprobs(logits: Tensor, temperature: float, truncation: Truncation = NO_TRUNCATION) -> Tensor:
     """log softmax(logits / temperature) in at least float32; temperature 0 reports temperature 1."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (logits if temperature in (0, 1) else logits / temperature).log_softmax(-1)
+    return truncation.log_softmax(logits if temperature in (0, 1) else logits / temperature)
 
 
 def _is_fused(logits: Tensor, temperature: float, truncation: Truncation) -> bool:
@@ -224,7 +241,8 @@ def _is_fused(logits: Tensor, temperature: float, truncation: Truncation) -> boo
 
 def _certain(tokens: Tensor, logprobs: Tensor, whole: Tensor) -> Draw:
     margins = torch.ones_like(tokens, dtype=torch.float64)
-    return Draw(tokens, _pick(logprobs, tokens), _pick(whole, tokens), margins)
+    untruncated = _pick(whole, tokens)
+    return Draw(tokens, untruncated if logprobs is whole else _pick(logprobs, tokens), untruncated, margins)
 
 
 def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from realhf.engine.train.data_parallel import Parameters, sum_over
 from realhf.parallel.collectives import gathered
 from realhf.parallel.ordered import tree_sum
 
-_IN_CACHE = 2**16  # elements that stay in a core's cache from the first operation on them to the last
+# Elements that stay in a core's cache from the first operation on them to the last; on a GPU launches are what costs.
+_IN_CACHE, _ON_GPU = 2**16, 2**26
 
 
 class OrderedGradient:
@@ -30,6 +31,10 @@ class OrderedGradient:
         self._groups = self.decoder.groups
         self._tied: Tensor | None = None  # the gradient of a tied embedding
         self._looked_up: Tensor | None = None  # its part by tokens that are looked up, where the head is here too
+        if self._groups.is_first_stage:
+            looked_up = self.decoder.model.embed_tokens
+            assert looked_up.weight is not None, "no weight is cut"
+            looked_up.own_sink = looked_up.weight.grad
         if self.decoder.config.tied_embeddings and (self._groups.is_first_stage or self._groups.is_last_stage):
             embedding = self.decoder.model.embed_tokens
             assert embedding.weight is not None, "a tied embedding is not cut"
@@ -107,7 +112,7 @@ class OrderedGradient:
         grids = [2.0 ** max(exponent + number - 52, -1020), 2.0 ** max(exponent + 2 * number - 104, -1070)]
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for vector in counted:
-            for chunk in vector.split(_IN_CACHE):
+            for chunk in vector.split(_IN_CACHE if device.type == "cpu" else _ON_GPU):
                 rest = chunk.double().square_()
                 for place, grid in enumerate(grids):
                     rounded = (rest / grid).round_().mul_(grid)

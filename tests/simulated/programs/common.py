@@ -13,7 +13,7 @@ from realhf.architecture.compute import Computation
 from realhf.architecture.decoding import GraphLife
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
-from realhf.engine.batch import Batch
+from realhf.engine.batch import PART, Batch
 from realhf.engine.interface import GenerationRequest, Stats
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -86,8 +86,14 @@ def _zeros(count: int, length: int) -> list[Tensor]:
     return [torch.zeros(length, dtype=torch.int64).to(DEVICE) for _ in range(count)]
 
 
-def train(model: ShardedModel, samples: int = 8, length: int = 64, micro_batches: int = 4) -> None:
+def train(model: ShardedModel, samples: int = 8, length: int = 64, micro_batches: int = 4, *, parts: int = 0) -> None:
+    """`parts`: of the whole batch's gradient, where its sums have one order; this rank has `samples` of it."""
     batch = Batch(tuple(range(samples)), {"tokens": _zeros(samples, length)})
+    if parts:
+        groups = model.groups
+        own = parts // groups.layout.strategy.dp
+        of_sample = [torch.tensor([groups.dp_index * own + i * own // samples, parts]) for i in range(samples)]
+        batch, micro_batches = batch.with_data(**{PART: of_sample}), own
     model.train_step(batch, "tokens", _loss, lambda part: float(sum(map(len, part.data["tokens"]))), micro_batches)
 
 

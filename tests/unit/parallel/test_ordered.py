@@ -96,10 +96,7 @@ def test_kept_weights_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_compute_in_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        UserError, match=r"on cuda: its kernels for GPUs are not written; leave reproducible='layout' out"
-    ):
-        check_in_order("cuda")
+    check_in_order("cuda")  # by kernels of its own
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.raises(UserError, match=r"with 2 threads in a worker: .* set OMP_NUM_THREADS=1"):
         check_in_order("cpu")

@@ -1,0 +1,54 @@
+"""The kernels of GPUs in Triton's interpreter, in place of the CPU's, where sums have one order."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from triton.runtime import interpreter
+
+import realhf.engine.generate.choice as choice
+import realhf.engine.model as model
+import realhf.models.attention as attention
+import realhf.models.ordered_layers as ordered_layers
+from realhf.architecture.model import DecoderConfig
+from realhf.cpu import fused
+from realhf.engine.generate import paged_attention
+from realhf.parallel import ordered
+from tests.unit.models.flash import WITH_TRITON
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[pytest.MonkeyPatch]:
+    """Within it tensors of the CPU are computed as those of a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ordered, attention, ordered_layers, choice):
+            patch.setattr(module, "on_gpu", lambda x: True)
+        for name in ("takes", "trains"):
+            patch.setattr(fused, name, lambda *tensors: False)
+        patch.setattr(ordered_layers, "check_in_order", lambda device: None)
+        patch.setattr(paged_attention, "machine", lambda device: WITH_TRITON)
+        multiply_bfloat16(patch)
+        yield patch
+
+
+def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter would multiply the bits of bfloat16 as whole numbers."""
+    builder = interpreter.InterpreterBuilder
+    plain, short, wide = builder.create_dot, interpreter.tl.bfloat16, interpreter.tl.float32
+
+    def in_float32(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.create_fp_ext(x, wide) if x.dtype.scalar == short else x for x in (a, b))
+        return plain(self, a, b, *rest)
+
+    patch.setattr(builder, "create_dot", in_float32)
+
+
+def in_whole_vectors(**changes: object) -> DecoderConfig:
+    """A small model whose tensors have whole vectors: behind these torch computes on the CPU by other instructions."""
+    small = DecoderConfig(
+        hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, vocab_size=96, num_layers=1,
+        attention_head_dim=32,
+    )  # fmt: skip
+    return replace(small, **changes)
