@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from realhf.cpu.in_order import check_in_order
 from realhf.engine import build
 from realhf.engine.arena import view_in
 from realhf.engine.backend import ModelSpec
@@ -23,7 +24,7 @@ from realhf.geometry.shards import shard_boxes
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind, optimizer_steps
 from realhf.models.ordered_layers import OrderedLayers
-from realhf.parallel.ordered import Leaves, check_in_order
+from realhf.parallel.ordered import Leaves
 
 
 class ShardedModel:
@@ -39,7 +40,8 @@ class ShardedModel:
         self.parameters: Parameters = self.make_parameters(spec)
         self.decoder = self.parameters.decoder
         if compute.reproducible == "layout":
-            check_in_order(spec.device)
+            device = torch.device(spec.device)
+            check_in_order(None if device.type == "cpu" else str(device), torch.get_num_threads())
             self.decoder.leaves = Leaves(tensor_leaves(config) // groups.layout.strategy.tp, groups.tensor)
             self.decoder.trains_layer = self.decoder.infers_layer = OrderedLayers(self.decoder.leaves)
         is_replicated = self.parameters.data_parallel == "zero1"
