@@ -3,6 +3,8 @@
 Pairs: jobs drawn from seeds (PPO and GRPO; models of several kinds, dense and with experts; float32 and bfloat16; 1 to
 4 workers), each of 6 steps under two plans; the digests of all weights and all statistics are equal in both, or the
 pair does not count. Cost: the median seconds of a step with the option over those without, under one plan, in turn.
+Experts: the same sequences under seven generations and trainings of a model of 4 layers with 2 of 8 experts a token;
+how many choices of a token in a layer differ between generation and training. The baseline is without the option.
 Real: 5 steps of GRPO of SmolLM2-135M-Instruct under six plans; the baseline is how many plans there are.
 `--quick` takes three pairs and their cost. Command:
 python benchmarks/reproducible.py --json benchmarks/results/reproducible.json
@@ -17,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lib import routing
 from lib.common import ROOT, case, case_parser, finish, realhf
 from lib.random_layouts import Drawn, draw
 from platformdirs import user_cache_path
@@ -25,7 +28,10 @@ from realhf.data import sort_task
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 
 sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT))  # for ranks that are forked
 import real_job
+
+from tests.distributed.pool import run_distributed
 
 MEASURES = ("realhf/algorithms", "realhf/cpu", "realhf/engine", "realhf/models", "realhf/parallel", "csrc/kernels")
 PAIRS, MOST_WORKERS = 50, 4
@@ -44,6 +50,8 @@ def main() -> None:
         data = sort_task.ensure(folder / "data")
         if not wanted or wanted in "pairs of plans, cost":
             results += pairs(folder, data, 3 if arguments.quick else PAIRS)
+        if not wanted or wanted.startswith("experts"):
+            results += experts()
         if not arguments.quick and (not wanted or wanted.startswith("real")):
             results += real(folder)
     finish("reproducible", results, arguments.json, is_part=bool(wanted))
@@ -128,6 +136,16 @@ def real(folder: Path) -> Iterator[dict]:
         yield equal_case(f"real model, {dtype}: plans with equal bits", equal, len(found))
         name = f"real model, {dtype}: KL before the first update"
         yield case(name, kl, "nats", baseline=None, ratio=None, target=0, holds=kl == 0)
+
+
+def experts() -> Iterator[dict]:
+    for dtype in ("float32", "bfloat16"):
+        (differ, count), (without, _) = (
+            routing.differing(run_distributed(routing.choices, routing.RANKS, dtype, reproducible)[0])
+            for reproducible in ("layout", "plan")
+        )
+        name = f"experts, {dtype}: of {count:,} choices, those that differ in training"
+        yield case(name, differ, "choices", baseline=without, ratio=None, target=0, holds=differ == 0)
 
 
 def equal_case(name: str, equal: int, count: int) -> dict:
