@@ -8,6 +8,8 @@ and 2 workers, since more share this machine's two cores.
 Prediction: a model of 4 M parameters is profiled with the option and without, on 1 and on 2 workers; the planner's step
 under the plan that it finds is within 15 % of the measured median, and so is what it says that the option costs of what
 that costs (target 1.3).
+Experts: the same sequences under seven generations and trainings of a model of 4 layers with 2 of 8 experts a token;
+how many choices of a token in a layer differ between generation and training. The baseline is without the option.
 Real: 5 steps of GRPO of SmolLM2-135M-Instruct under seven plans, compared in the same way; the baseline is how many
 plans there are.
 `--quick` takes three pairs and their cost. Command:
@@ -27,6 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from lib import routing
 from lib.common import ROOT, case, case_parser, finish, realhf
 from lib.random_layouts import Drawn, draw
 from platformdirs import user_cache_path
@@ -35,10 +38,11 @@ from realhf.data import sort_task
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.experiments import ready_file
 
-sys.path.insert(0, str(ROOT))  # for the launcher of the tests, whose processes start in a second
+sys.path.insert(0, str(ROOT))  # for ranks and runs of the tests, which start in a second
 sys.path.insert(0, str(ROOT / "scripts"))
 import real_job
 
+from tests.distributed.pool import run_distributed
 from tests.e2e.forked import quickly_finished
 from tests.e2e.runs import FinishedRun
 
@@ -65,6 +69,8 @@ def main() -> None:
             results += pairs(folder, data, 3 if arguments.quick else PAIRS)
         if not arguments.quick and (not wanted or wanted.startswith("prediction")):
             results += prediction(folder, data)
+        if not wanted or wanted.startswith("experts"):
+            results += experts()
         if not arguments.quick and (not wanted or wanted.startswith("real")):
             results += real(folder)
     finish("reproducible", results, arguments.json, is_part=bool(wanted))
@@ -181,6 +187,16 @@ def real(folder: Path) -> Iterator[dict]:
         yield equal_case(f"real model, {dtype}: plans with equal bits", equal, len(found))
         name = f"real model, {dtype}: KL before the first update"
         yield case(name, kl, "nats", baseline=None, ratio=None, target=0, holds=kl == 0)
+
+
+def experts() -> Iterator[dict]:
+    for dtype in ("float32", "bfloat16"):
+        (differ, count), (without, _) = (
+            routing.differing(run_distributed(routing.choices, routing.RANKS, dtype, reproducible)[0])
+            for reproducible in ("layout", "plan")
+        )
+        name = f"experts, {dtype}: of {count:,} choices, those that differ in training"
+        yield case(name, differ, "choices", baseline=without, ratio=None, target=0, holds=differ == 0)
 
 
 def equal_case(name: str, equal: int, count: int) -> dict:

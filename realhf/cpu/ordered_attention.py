@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from realhf.architecture.decoding import PAGE_TOKENS
-from realhf.cpu.native import kernels
 from realhf.cpu.paged_attention import attend, page_shapes, write
 
 

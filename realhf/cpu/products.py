@@ -6,14 +6,10 @@ import torch
 from torch import Tensor
 
 from realhf.cpu.huge_pages import empty_in_huge_pages
+from realhf.cpu.in_order import has_products
 from realhf.cpu.native import DTYPES, kernels
 
-_HAS_PRODUCTS = kernels is not None and kernels.has_products()
-
-
-def has_products() -> bool:
-    """Whether this processor, and this build, has the kernel."""
-    return _HAS_PRODUCTS
+_HAS_PRODUCTS = has_products()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 
 from math import gcd
 
+from realhf.architecture.decoding import TRITON_HEAD_DIM
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import ParallelStrategy
 
@@ -17,6 +18,16 @@ def tensor_leaves(model: DecoderConfig) -> int:
     gradient of their input. Sums over them are made part by part, whichever ranks have them."""
     divided = gcd(model.num_kv_heads, model.intermediate_size, model.vocab_size)
     return next((leaves for leaves in _LEAVES if divided % leaves == 0), 1)
+
+
+def lacks_gpu_kernels(model: DecoderConfig) -> str | None:
+    """Why GPUs have no kernels for a model whose sums have one order, with the remedy; None where they have."""
+    remedy = "leave reproducible='layout' out, or run on a CPU"
+    if model.experts.count:
+        return f"experts={model.experts.count} have no kernels for GPUs whose sums have one order; {remedy}"
+    if model.head_dim > TRITON_HEAD_DIM:
+        return f"no kernel takes heads of {model.head_dim} numbers, but of up to {TRITON_HEAD_DIM}; {remedy}"
+    return None
 
 
 def gradient_parts(mini_batch: int) -> int:

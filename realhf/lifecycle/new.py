@@ -31,7 +31,7 @@ from realhf.planning.clusters import crowded_text, hardware_text
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.hardware import GIB, in_gib
 from realhf.planning.model.measured import network_text
-from realhf.planning.planner import plan_for
+from realhf.planning.planner import check_hardware, plan_for
 from realhf.planning.request import Watch, unwatched
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
@@ -130,6 +130,8 @@ def check_run(run: Run, request: RunRequest) -> None:
             "--replan switch changes the plan at a checkpoint, and there is none before the end; give "
             "--checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"
         )
+    if run.spec.hardware:
+        check_hardware(run.experiment, run.spec.hardware, is_here=not request.launcher.is_remote)
     check_trackers(run.spec)
     left_out()  # workers would find a wrong word when devices are taken
     with_gpus = not request.cpu_only if request.launcher.is_remote else bool(visible_gpus())

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +24,12 @@ class Host:
     memory_bytes: int
     cores_limit: str = ""
     memory_limit: str = ""
+
+
+def threads_given(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The threads of a process by OMP_NUM_THREADS, which may be empty, or a list; None where it says nothing."""
+    given = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(given) if given.isdecimal() and int(given) else None
 
 
 # A limit, and its name.

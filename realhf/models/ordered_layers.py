@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realhf.architecture.decoding import TRITON_HEAD_DIM
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.cpu import fused
-from realhf.geometry.reproducible import tensor_leaves
+from realhf.cpu.in_order import check_in_order
+from realhf.geometry.reproducible import lacks_gpu_kernels, tensor_leaves
 from realhf.models.attention import Attention
 from realhf.models.attention_kernels import machine
 from realhf.models.decoder import Decoder, DecoderLayer, SelfAttention
 from realhf.models.mlp import ACTIVATIONS, GatedMLP, MixtureOfExperts, PlainMLP
 from realhf.models.norms import RMSNorm, normalised_in_order, rms_norm_in_order
 from realhf.models.rotary import rotate
-from realhf.parallel.ordered import Leaves, check_in_order, columns, on_gpu, row
+from realhf.parallel.ordered import Leaves, columns, on_gpu, row
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 # torch computes the numbers behind the last whole vector by other instructions, which round otherwise.
@@ -36,21 +36,17 @@ def check_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
     """Raises UserError where results of such a model would depend on the layout all the same: for lack of kernels, or
     by the number of threads."""
     if torch.device(device).type != "cuda":
-        check_in_order(device)
+        check_in_order(torch.get_num_threads())
         return
-    here, name = machine("cuda"), str(dtype).removeprefix("torch.")
-    if config.experts.count:
-        raise UserError(
-            f"reproducible='layout' on {device}: experts={config.experts.count} have no kernels for GPUs whose sums "
-            "have one order; leave reproducible='layout' out, or run on a CPU"
-        )
-    if not here.runs_triton(dtype, config.head_dim):
+    here, problem = machine("cuda"), lacks_gpu_kernels(config)
+    if not problem and not here.runs_triton(dtype, config.head_dim):
         why = next((f", as Triton {lack.why} ({lack.remedy})" for lack in here.lacks if lack.name == "triton"), "")
-        raise UserError(
-            f"reproducible='layout' on {device}: no kernel takes heads of {config.head_dim} numbers in {name}{why}; "
-            "leave reproducible='layout' out, or run on a GPU of compute capability 8.0 or later with Triton, and with "
-            f"heads of up to {TRITON_HEAD_DIM} numbers"
+        problem = (
+            f"there are no kernels in {str(dtype).removeprefix('torch.')}{why}; leave reproducible='layout' out, or "
+            "run on a GPU of compute capability 8.0 or later with Triton"
         )
+    if problem:
+        raise UserError(f"reproducible='layout' on {device}: {problem}")
 
 
 class OrderedLayers:

@@ -5,7 +5,6 @@ inputs, whatever the other rows and outputs. Tensor parallelism divides sums ove
 `leaves` of the model, every leaf is summed up alone, and one tree adds all leaves.
 """
 
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,26 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from realhf.base.errors import UserError
 from realhf.cpu import products
 from realhf.cpu.products import PackedWeight
 from realhf.parallel.collectives import gathered
 from realhf.parallel.gradients import gradient_sink
-
-
-def check_in_order(device: torch.device | str) -> None:
-    """Raises UserError where results would depend on the layout all the same; of GPUs `check_kernels` of
-    `realhf.models.ordered_layers` knows more."""
-    remedy = "leave reproducible='layout' out, or run on processors with AVX-512 and its bfloat16 instructions"
-    if torch.device(device).type == "cuda":
-        return
-    if not products.has_products():
-        raise UserError(f"reproducible='layout': this processor ({platform.machine()}) has no kernels for it; {remedy}")
-    if torch.get_num_threads() > 1:
-        raise UserError(
-            f"reproducible='layout' with {torch.get_num_threads()} threads in a worker: sums over threads depend on "
-            "their number; set OMP_NUM_THREADS=1, and start more workers"
-        )
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ import msgspec
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.machine.gpus import Gpu, visible_gpus
-from realhf.machine.host import Host, read_host
+from realhf.machine.host import Host, read_host, threads_given
 from realhf.planning.model.descriptions import load_hardware, presets
 from realhf.planning.model.hardware import GIB, Hardware, device_kind, mismatch
 
@@ -130,8 +130,7 @@ def divided(hardware: Hardware, num_workers: int, environ: Mapping[str, str] = o
     Raises UserError if the programs of so many workers leave no memory for models.
     """
     if hardware.host_cores is not None:
-        given = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-        threads = int(given) if given.isdecimal() and int(given) else max(1, hardware.host_cores // num_workers)
+        threads = threads_given(environ) or max(1, hardware.host_cores // num_workers)
         name = hardware.name.removesuffix(f"-{hardware.threads}-threads")
         hardware = msgspec.structs.replace(
             hardware,

@@ -12,15 +12,19 @@ from realhf.api.resolved import ResolvedExperiment
 from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
+from realhf.cpu.in_order import check_in_order
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.dataflow.plan_checks import check_plan
 from realhf.dataflow.pools import check_devices
+from realhf.geometry.reproducible import lacks_gpu_kernels
+from realhf.machine.host import threads_given
 from realhf.planning.clusters import cluster_of, clusters_of
 from realhf.planning.explain.comparison import describe, explain
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import workload_of
 from realhf.planning.presets import rule_plan
@@ -44,6 +48,7 @@ def plan_for(
         UserError: the devices, the given plan or the experiment are not valid, or no plan fits.
     """
     cluster = cluster_of(request.devices, request.given.num_devices if request.given else None)
+    check_hardware(experiment, cluster.hardware, is_here=request.devices.place == "here")
     task = task_of(experiment, cluster, request)
     found = describe(task, given_plan(experiment, task, request) or search_for(task, request.budget, watch))
     check_cache_room(found.plan, found.task)
@@ -67,11 +72,25 @@ def tasks_of(experiment: ResolvedExperiment, request: PlanRequest, asked: WhatIf
             f"--staleness {asked.stalenesses} and --staleness-up-to {request.staleness_up_to}: the one is a what-if, "
             "the other has the search choose; give one of them"
         )
+    for cluster in clusters.values():  # cores are counted on this machine alone
+        check_hardware(experiment, cluster.hardware, is_here=cluster.hardware.host_cores is not None)
     return {
         name if len(cases) == 1 else f"staleness {case.staleness}": task_of(experiment, cluster, request, case)
         for name, cluster in clusters.items()
         for case in cases
     }
+
+
+def check_hardware(experiment: ResolvedExperiment, hardware: Hardware, *, is_here: bool) -> None:
+    """Raises UserError where workers on this hardware would refuse the experiment. `is_here`: it is this machine."""
+    if experiment.reproducible != "layout":
+        return
+    if not hardware.is_gpu:
+        check_in_order(threads_given() or hardware.threads, is_here=is_here)
+        return
+    for name, model in experiment.graph.models.items():
+        if problem := lacks_gpu_kernels(model):
+            raise UserError(f"model {name!r} under reproducible='layout' on {hardware.name}: {problem}")
 
 
 def task_of(

@@ -11,7 +11,7 @@ import torch
 from realhf.base.errors import UserError
 from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.machine.gpus import FOR_THE_CPU, VISIBLE
-from realhf.machine.host import read_host
+from realhf.machine.host import read_host, threads_given
 from realhf.planning.model.hardware import GIB, Hardware, mismatch
 
 logger = logging.getLogger("realhf.worker")
@@ -27,8 +27,7 @@ def own_device(environ: Mapping[str, str] = os.environ) -> torch.device:
     """
     kind = environ[DEVICE_VARIABLE].partition(":")[0]
     if kind == "cpu":
-        given = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # the user's may be empty, or a list
-        torch.set_num_threads(int(given) if given.isdecimal() and int(given) else 1)
+        torch.set_num_threads(threads_given(environ) or 1)
         return torch.device("cpu")
     assert kind == "cuda", environ[DEVICE_VARIABLE]
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,6 +1,7 @@
 """With `reproducible="layout"` the bits of rollouts, statistics and parameters are the same under every plan."""
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,15 @@ import pytest
 
 from benchmarks.lib.random_layouts import draw
 from realhf.base.errors import UserError
+from realhf.cpu import in_order
 from realhf.data import sort_task
 from realhf.dataflow.plan import CallPlan, save_plan
+from realhf.launch.local import LocalLauncher
+from realhf.planning import planner
 from tests.e2e.forked import quickly_finished
-from tests.e2e.runs import FinishedRun, realhf
+from tests.e2e.runs import FinishedRun, realhf, realhf_here
 from tests.e2e.test_algorithms_plans import STEPS, Pattern, Runs, at, statistics
+from tests.unit.machine.nvml import H100, stand_in
 
 pytestmark = pytest.mark.distributed
 
@@ -101,6 +106,60 @@ def test_what_depends_on_the_layout_is_refused(words: tuple[str, ...], said: str
     done = realhf("run", "sft", "--reproducible", "layout", *own, *words)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
+
+
+NO_EXPERTS = "experts=4 have no kernels for GPUs whose sums have one order; leave reproducible='layout' out, or run on"
+EXPERTS = ("--architecture.experts.count", "4", "--architecture.experts.per-token", "2")
+ON_PROCESSORS = "leave reproducible='layout' out, or run on processors with AVX-512 and its bfloat16 instructions"
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("experts on a gpu", f"on nvidia-h100-80gb-hbm3: {NO_EXPERTS}"),
+        ("without kernels", f"this processor ({platform.machine()}) has no kernels for it; {ON_PROCESSORS}"),
+        ("on threads", "with 2 threads in a worker: sums over threads depend on their number; set OMP_NUM_THREADS=1"),
+    ],
+)
+def test_a_machine_that_adds_up_otherwise_is_refused_before_a_process_starts(
+    place: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = sort_task.ensure(tmp_path / "data")
+    stand_in(monkeypatch, tmp_path, [H100] if place == "experts on a gpu" else [])
+    monkeypatch.setenv("OMP_NUM_THREADS", "2" if place == "on threads" else "1")
+    monkeypatch.setattr(in_order, "has_products", lambda: place != "without kernels")
+    monkeypatch.setattr(planner, "search_plan", lambda *_: pytest.fail("a plan is searched"))
+    monkeypatch.setattr(LocalLauncher, "start", lambda *_: pytest.fail("a process starts"))
+    own = ("--data", data / "sft.jsonl", "--tokenizer", data / "tokenizer.json", "--num-workers", "1", *EXPERTS)
+    for words in (("run", "sft", "--run-dir", tmp_path / "run", *own), ("plan", "sft", *own)):
+        done = realhf_here(*words, "--reproducible", "layout")
+        assert done.returncode == 2
+        assert said in " ".join(done.stderr.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_for_gpus_is_refused_by_their_description_and_none_asks_this_processor_for_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = sort_task.ensure(tmp_path / "data")
+    monkeypatch.setattr(in_order, "has_products", lambda: False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ("plan", "sft", "--data", data / "sft.jsonl", "--tokenizer", data / "tokenizer.json", "--evaluations", "10")
+    on_gpus, on_nodes = (
+        realhf_here(*words, *EXPERTS, "--reproducible", "layout", "--cluster", at) for at in ("h100-1x4", "cpu-1x2")
+    )
+    assert f"on h100: {NO_EXPERTS}" in " ".join(on_gpus.stderr.split())
+    assert on_nodes.returncode == 0, on_nodes.stderr
+
+
+def test_a_run_goes_on_only_where_its_workers_would_add_up_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Runs(tmp_path, "--reproducible", "layout", one=ONE).reference("sft")
+    monkeypatch.setattr(in_order, "has_products", lambda: False)
+    done = realhf_here("run", "sft", "--run-dir", run.path, "--resume", "--steps", "9")
+    assert done.returncode == 2
+    assert ON_PROCESSORS in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(

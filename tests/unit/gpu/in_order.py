@@ -9,7 +9,6 @@ import pytest
 from triton.runtime import interpreter
 
 import realhf.engine.generate.choice as choice
-import realhf.engine.model as model
 import realhf.models.attention as attention
 import realhf.models.ordered_layers as ordered_layers
 from realhf.architecture.model import DecoderConfig
@@ -27,7 +26,7 @@ def as_on_gpu() -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(module, "on_gpu", lambda x: True)
         for name in ("takes", "trains"):
             patch.setattr(fused, name, lambda *tensors: False)
-        patch.setattr(ordered_layers, "check_in_order", lambda device: None)
+        patch.setattr(ordered_layers, "check_in_order", lambda threads: None)
         patch.setattr(paged_attention, "machine", lambda device: WITH_TRITON)
         multiply_bfloat16(patch)
         yield patch

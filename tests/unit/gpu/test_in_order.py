@@ -171,11 +171,11 @@ def test_gpus_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     without = replace(WITH_TRITON, triton=None, lacks=(lack,))
     for here, wrong, words in (
         (WITH_TRITON, replace(config, experts=experts), r"on cuda:1: experts=4 have no kernels .* or run on a CPU"),
-        (WITH_TRITON, replace(config, attention_head_dim=320), r"takes heads of 320 numbers in bfloat16; leave repr"),
-        (without, config, r"of 32 numbers in bfloat16, as Triton is not installed \(pip install triton\); leave re"),
+        (WITH_TRITON, replace(config, attention_head_dim=320), r"no kernel takes heads of 320 numbers, but"),
+        (without, config, r"no kernels in bfloat16, as Triton is not installed \(pip install triton\); leave re"),
     ):
         monkeypatch.setattr(ordered_layers, "machine", lambda device, here=here: here)
-        monkeypatch.setattr(ordered_layers, "check_in_order", lambda device: None)
+        monkeypatch.setattr(ordered_layers, "check_in_order", lambda threads: None)
         check_kernels(wrong, torch.bfloat16, "cpu")
         with pytest.raises(UserError, match=words):
             check_kernels(wrong, torch.bfloat16, "cuda:1")

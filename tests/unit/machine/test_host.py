@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from realhf.machine.host import Host, read_host
+from realhf.machine.host import Host, read_host, threads_given
 
 GIB = 2**30
 V2 = "30 20 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -101,3 +101,11 @@ def test_version_1_without_limits(tmp_path: Path) -> None:
 def test_a_group_of_another_namespace_is_read_from_what_is_mounted(tmp_path: Path) -> None:
     lay_out(tmp_path, V2, "0::/../../other\n", {"sys/fs/cgroup/memory.max": str(3 * GIB)})
     assert read_host(tmp_path).memory_bytes == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, None), ({"OMP_NUM_THREADS": ""}, None), ({"OMP_NUM_THREADS": "0"}, None),
+                           ({"OMP_NUM_THREADS": "3"}, 3), ({"OMP_NUM_THREADS": "4,2"}, 4)]
+)  # fmt: skip
+def test_threads_of_a_process_as_its_environment_says(given: dict[str, str], threads: int | None) -> None:
+    assert threads_given(given) == threads

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.chunks import LOGITS_BYTES
-from realhf.base.errors import UserError
 from realhf.cpu import products
+from realhf.cpu.in_order import has_products
 from realhf.engine.train.optimizer import FlatAdamW
 from realhf.parallel import ordered
-from realhf.parallel.ordered import Leaves, check_in_order, columns, product, row, tree_sum, weight_gradient
+from realhf.parallel.ordered import Leaves, columns, product, row, tree_sum, weight_gradient
 from realhf.parallel.vocabulary import Softmax
 
-pytestmark = pytest.mark.skipif(not products.has_products(), reason="this processor lacks the kernel")
+pytestmark = pytest.mark.skipif(not has_products(), reason="this processor lacks the kernel")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -93,18 +93,6 @@ def test_kept_weights_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves.packed.forget()
     weight.zero_()
     assert not leaves.packed.product(x, weight).any(), "a weight that has changed is read again"
-
-
-def test_what_cannot_compute_in_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_in_order("cuda")  # by kernels of its own
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    with pytest.raises(UserError, match=r"with 2 threads in a worker: .* set OMP_NUM_THREADS=1"):
-        check_in_order("cpu")
-    monkeypatch.setattr(products, "_HAS_PRODUCTS", False)
-    with pytest.raises(
-        UserError, match=r"has no kernels for it; leave reproducible='layout' out, or run on processors"
-    ):
-        check_in_order("cpu")
 
 
 def test_tiles_of_a_vocabulary_are_the_model_s_whatever_rows_and_ranks() -> None:
