@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when a kernel is defined: there would be nothing to compile
 
+import torch
 import triton
 from lib.common import case, finish, parse_arguments
 from triton.backends.compiler import GPUTarget
@@ -30,10 +31,12 @@ from realhf.gpu.paged_attention import (
     attend_split,
     join_splits,
 )
+from realhf.gpu.sums import BLOCK, PRODUCT_STAGES, PRODUCT_WARPS, TILES, add_named_rows, add_products, add_row
 
 MEASURES = ("realhf/gpu",)
 CAPABILITIES = (90, 80, 100)
 PAGE = 16
+ALIGNED = "i32:16"
 MOST_REGISTERS = 255
 TYPES = {"bfloat16": ("*bf16", 2), "float32": ("*fp32", 4)}
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -52,13 +55,26 @@ class Heads(NamedTuple):
 HEADS = (Heads("Qwen2.5-7B", 28, 4, 128), Heads("Llama-2-7B", 32, 32, 128), Heads("SmolLM2-135M", 9, 3, 64))
 
 
-def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, int]) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills. Pointers are multiples of 16, as torch allocates."""
+class Launch(NamedTuple):
+    """How a kernel is compiled: threads in warps, and loads ahead of their use."""
+
+    num_warps: int = NUM_WARPS
+    num_stages: int = NUM_STAGES
+
+
+PLAIN = Launch()
+
+
+def compiled(
+    kernel: Any, capability: int, types: dict[str, str], constants: dict[str, int], launch: Launch = PLAIN
+) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills. Pointers are multiples of 16, as torch allocates, and so are
+    numbers of the type ALIGNED."""
     signature = {name: types.get(name, "constexpr" if name in constants else "*fp32") for name in kernel.arg_names}
-    pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in pointers})
-    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    aligned = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith(("*", ALIGNED))]
+    signature = {name: kind.partition(":")[0] for name, kind in signature.items()}
+    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch._asdict())
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -83,12 +99,32 @@ def kernels(capability: int, heads: Heads, dtype: str) -> Iterator[tuple[str, in
         yield f"sm_{capability} {name}, {heads.model}, {dtype}", *compiled(kernel, capability, types, constants)
 
 
+def sums(capability: int, dtype: str) -> Iterator[tuple[str, int, int]]:
+    """As `kernels`, of the sums in one order."""
+    pointer, of_gradients = TYPES[dtype][0], "*fp32"
+    rows, outs, depth = TILES[getattr(torch, dtype)]
+    numbers = dict.fromkeys(("rows", "outs", "width", "x_row", "total_row"), "i32")
+    columns = dict.fromkeys(("x", "weight", "bias", "y"), pointer)
+    columns |= dict.fromkeys(("width", "x_row", "weight_row"), ALIGNED)
+    tile = {"ROWS": rows, "OUTS": outs, "DEPTH": depth, "HAS_BIAS": True}
+    products = Launch(PRODUCT_WARPS, PRODUCT_STAGES)
+    for name, kernel, types, constants, launch in (
+        ("product", add_products, columns, tile, products),
+        ("sum of a row", add_row, {"x": of_gradients, "sums": of_gradients}, {"BLOCK": BLOCK}, PLAIN),
+        ("sum of rows", add_named_rows,
+         {"total": of_gradients, "x": pointer, "order": "*i64", "starts": "*i64"}, {"BLOCK": BLOCK}, PLAIN),
+    ):  # fmt: skip
+        yield f"sm_{capability} {name}, {dtype}", *compiled(kernel, capability, numbers | types, constants, launch)
+
+
 def main() -> None:
     arguments = parse_arguments(__doc__)
     capabilities, models = (CAPABILITIES[:1], HEADS[:1]) if arguments.quick else (CAPABILITIES, HEADS)
     chosen = [(capability, heads, dtype) for capability in capabilities for heads in models for dtype in TYPES]
     results, spilled = [], 0
-    for name, registers, bytes_spilled in (found for choice in chosen for found in kernels(*choice)):
+    found = [each for choice in chosen for each in kernels(*choice)]
+    found += [each for capability in capabilities for dtype in TYPES for each in sums(capability, dtype)]
+    for name, registers, bytes_spilled in found:
         spilled += bytes_spilled
         fits = registers <= MOST_REGISTERS
         results.append(case(name, registers, "registers", baseline=None, ratio=None, target=MOST_REGISTERS, holds=fits))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 # (rows, outputs, inputs) of a tile.
 TILES = {torch.float32: (32, 64, 32), torch.bfloat16: (64, 64, 64)}
+PRODUCT_WARPS, PRODUCT_STAGES = 4, 3
 BLOCK = 1024  # numbers of a row that a program reads at a time
 ALIGNMENT = 16  # numbers, and bytes of addresses: what Triton takes to be aligned
 
@@ -27,7 +28,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows, outs, depth = TILES[x.dtype]
         add_products[(triton.cdiv(len(weight), outs), triton.cdiv(len(x), rows))](
             x, weight, y if bias is None else bias, y, len(x), len(weight), x.shape[1], x.stride(0), weight.stride(0),
-            HAS_BIAS=bias is not None, ROWS=rows, OUTS=outs, DEPTH=depth, num_warps=4, num_stages=3,
+            HAS_BIAS=bias is not None, ROWS=rows, OUTS=outs, DEPTH=depth,
+            num_warps=PRODUCT_WARPS, num_stages=PRODUCT_STAGES,
         )  # fmt: skip
     return y
 
