@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.parallel.collectives import gathered
 from realhf.parallel.gradients import before_use
 from realhf.parallel.vocabulary import Gradients, Logits, Softmax, WholeLogits
 
@@ -91,8 +90,7 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, hidden: Tensor, logsumexp: Tensor, target: Target, settings: tuple[Softmax, float], *weights: Tensor
     ) -> Tensor:
         (softmax, beta), rows = settings, len(hidden)
-        sums = logsumexp.new_zeros((2, rows))  # of the terms, and of h
-        rest = torch.full_like(logsumexp, -math.inf)  # log-probability of the tokens that are not named
+        parts: list[Tensor] = []
         first = 0 if softmax.group is None else dist.get_rank(softmax.group) * sum(map(len, weights))
         offset = first
         for weight in weights:
@@ -100,20 +98,25 @@ class _Divergence(torch.autograd.Function):
             in_vocab, in_rows = softmax.tiles(rows, len(weight), logsumexp.dtype.itemsize)
             for columns in in_vocab:
                 place = slice(offset + columns.start, offset + columns.stop)
+                # Of this part of the vocabulary: the sum of the terms, that of h, and the log-probability of the tokens
+                # that are not named.
+                own = logsumexp.new_full((3, rows), -math.inf)
                 for at in in_rows:
                     log_p = softmax.scaled(hidden[at], weight[columns]).sub_(logsumexp[at, None])
                     log_q, is_named = target.tile(at, place, log_p.dtype)
-                    for total, terms in zip(sums, _terms(log_p, log_q, beta), strict=True):
-                        total[at] += (terms if is_named is None else terms.masked_fill(~is_named, 0.0)).sum(-1)
+                    for total, terms in zip(own, _terms(log_p, log_q, beta), strict=False):
+                        total[at] = (terms if is_named is None else terms.masked_fill(~is_named, 0.0)).sum(-1)
                     if is_named is not None:
-                        others = log_p.masked_fill_(is_named, -math.inf).logsumexp(-1)
-                        rest[at] = torch.logaddexp(rest[at], others)
+                        own[2, at] = log_p.masked_fill_(is_named, -math.inf).logsumexp(-1)
+                parts.append(own)
+                if softmax.leaves is None:  # else all ranks add up the same parts
+                    parts = [_joined(torch.stack(parts))]
             offset += len(weight)
-        sums, rest = _over_ranks(sums, rest, softmax.group)
+        *sums, rest = _joined(softmax.of_all_ranks(parts))
         of_rest = torch.zeros_like(rest)
         if target.tokens is not None:
             terms, of_rest = _terms(rest, target.logprob[:, -1].to(rest.dtype), beta)
-            sums = sums + torch.stack([terms, of_rest])
+            sums = [sums[0] + terms, sums[1] + of_rest]
         divergence, slope = sums
         ctx.save_for_backward(hidden, logsumexp, slope, rest, of_rest, *(weights if len(weights) == 1 else ()))
         ctx.target, ctx.softmax, ctx.beta, ctx.slices, ctx.first = target, softmax, beta, weights, first
@@ -153,9 +156,6 @@ class _OfDivergence(Gradients):
         return grad.to(self.hidden.dtype)
 
 
-def _over_ranks(sums: Tensor, rest: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The sums [2, n] and the log-probability [n] of the whole vocabulary, the same bits on every rank."""
-    if group is None:
-        return sums, rest
-    together = gathered(torch.cat([sums, rest[None]]), group)  # [ranks, 3, n]
-    return together[:, :2].sum(0), together[:, 2].logsumexp(0)
+def _joined(parts: Tensor) -> Tensor:
+    """The sums and the log-probability [3, n] of a vocabulary from those of its parts [parts, 3, n]."""
+    return torch.cat([parts[:, :2].sum(0), parts[:, 2:].logsumexp(0)])

@@ -192,11 +192,14 @@ class Softmax:
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The statistics [4, n] of the whole vocabulary, by those of this rank's parts of it, or of all of them
         together (see `_TokenLogprobs.forward`)."""
-        if self.leaves is None:
-            [own] = parts
-            return _over_ranks(own, self.group)
-        of_parts = torch.stack(list(parts))
-        return _joined_in_order(of_parts if self.group is None else gathered(of_parts, self.group).flatten(0, 1))
+        of_parts = self.of_all_ranks(parts)
+        return _joined(of_parts) if self.leaves is None else _joined_in_order(of_parts)
+
+    def of_all_ranks(self, parts: Sequence[Tensor]) -> Tensor:
+        """[parts, ...]: those of this rank's parts of the vocabulary (or of all of them together) behind those of lower
+        ranks."""
+        own = torch.stack(list(parts))
+        return own if self.group is None else gathered(own, self.group).flatten(0, 1)
 
     def scaled(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """logits / temperature of some rows and some of the vocabulary, in at least float32, a new tensor."""
@@ -412,13 +415,6 @@ def _within(local: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """(indices of the tokens within `columns` of the vocabulary, 0 for tokens outside; which tokens are inside)."""
     is_there = (local >= columns.start) & (local < columns.stop)
     return (local - columns.start).masked_fill_(~is_there, 0), is_there
-
-
-def _over_ranks(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The statistics [4, n] of the whole vocabulary from those of every rank (see `_TokenLogprobs.forward`)."""
-    if group is None:
-        return own
-    return _joined(gathered(own, group))
 
 
 def _joined(parts: Tensor) -> Tensor:

@@ -72,6 +72,30 @@ def test_every_bit_is_the_same_under_every_plan(name: str, dtype: str, place: st
         assert expected.metrics[0]["kl"] == 0, "log-probabilities of rollouts are those of the reference's pass"
 
 
+TRAININGS = {"tp": at(0, 4, tp=2), "dp": at(0, 2, dp=2), "both": at(0, 2, dp=2, tp=2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "places"),
+    [
+        ("distill", "bfloat16", ("tp",)),
+        pytest.param("distill", "float32", (*TRAININGS,), marks=pytest.mark.slow),
+        pytest.param("distill", "bfloat16", ("dp", "both"), marks=pytest.mark.slow),
+        pytest.param("distill, few tokens", "bfloat16", ("tp", "both"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_divergence_of_a_distillation_is_the_same_under_tensor_parallelism(
+    name: str, dtype: str, places: tuple[str, ...], tmp_path: Path
+) -> None:
+    runs = Runs(tmp_path, "--dtype", dtype, "--reproducible", "layout", one=ONE)
+    expected = runs.reference(name, 3)
+    for place in places:
+        pattern = Pattern((TRAININGS[place],), (at(0, tp=2),), (at(1),))
+        run = runs.run(tmp_path / place, name, pattern, "--steps", "3")
+        assert digests(run) == digests(expected), place
+        assert statistics(run) == statistics(expected), place
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_every_bit_is_the_same_in_pairs_of_plans_that_are_drawn(seed: int, tmp_path: Path) -> None:
