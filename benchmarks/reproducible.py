@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import real_job
 
 MEASURES = ("realhf/algorithms", "realhf/cpu", "realhf/engine", "realhf/models", "realhf/parallel", "csrc/kernels")
+MEASURES += ("realhf/planning/model", "realhf/profiling")  # of predictions
 PAIRS, MOST_WORKERS = 50, 4
 MOST_COST = 1.3
 MOST_OFF = 0.15  # of a prediction
