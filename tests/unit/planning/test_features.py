@@ -32,7 +32,7 @@ def test_what_this_engine_does_where_nobody_chooses() -> None:
     assert does_not == {
         "fully_sharded", "on_gpus", "full_logits", "sequence_parallel", "regathers_inputs", "blocking_sends",
         "drains_pipelines", "offloads_states", "packs_weights", "in_host_memory", "fuses_training",
-        "copies_checkpoints",
+        "copies_checkpoints", "ordered",
     }  # fmt: skip
     assert others == {
         "modes": None,

@@ -9,18 +9,19 @@ from msgspec import structs
 
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.chunks import GATHERED_ELEMENTS
-from realhf.architecture.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig, DType
 from realhf.cli.plan_tables import totals
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.explain.comparison import Comparison, describe, explain, plain_step_s, summary
+from realhf.planning.model.activations import backward_bytes, kept_layer_bytes
 from realhf.planning.model.features import EngineFeatures, of_setup
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.profile import LayerProfile, profile_path, save_profile
-from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.seconds import RankSeconds, crossings
 from realhf.planning.model.timings import ProfiledTimings, TensorGroup, Timings, load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.presets import rule_plan
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, settings, task_of, work_of
@@ -138,23 +139,41 @@ def test_rows_that_are_looked_up_have_a_gradient_of_their_own(
     assert ordered.static_bytes(trained=False) == plain.static_bytes(trained=False)
 
 
-def bytes_of(strategy: ParallelStrategy, micro_batches: int) -> tuple[float, float]:
-    """(of the passes alone, of the mini-batch)."""
-    work: RankWork = work_of(TRAINING, strategy, micro_batches, features=ORDERED)
-    return work._pass_bytes(), work.dynamic_bytes()
-
-
 @pytest.mark.parametrize(("micro_batches", "waiting"), [(1, 0), (2, 1), (4, 2)])
 def test_sums_of_parts_wait_beside_the_next_one(micro_batches: int, waiting: int) -> None:
-    passes, both = bytes_of(ONE, micro_batches)
-    gradient = COUNT * GRADIENT
-    assert both == max(passes + waiting * gradient, (waiting + 1) * gradient)
+    """With many tokens while it is computed; with few its own gradient is more than that takes."""
+    gradient, features = COUNT * GRADIENT, ORDERED
+    many, few = (
+        work_of(TRAINING, ONE, micro_batches, Workload(prompt_tokens=tokens), features=features) for tokens in (64, 1)
+    )
+    assert few._pass_bytes() < gradient < many._pass_bytes()
+    assert many.dynamic_bytes() == many._pass_bytes() + waiting * gradient
+    assert few.dynamic_bytes() == (waiting + 1) * gradient
 
 
 def test_other_micro_batches_in_flight_keep_activations_while_a_gradient_is_copied() -> None:
-    passes, both = bytes_of(ParallelStrategy(pp=2), 4)
-    gradient = PlacedModel(TINY, ParallelStrategy(pp=2), "float32", ORDERED).elements() * GRADIENT
-    assert both == max(passes + 2 * gradient, passes / 2 + 3 * gradient)
+    """One of two."""
+    work = work_of(TRAINING, ParallelStrategy(pp=2), 4, Workload(prompt_tokens=1), features=ORDERED)
+    gradient = work.placed.elements() * GRADIENT
+    assert 0 < work._pass_bytes() < 2 * gradient
+    assert work.dynamic_bytes() == work._pass_bytes() / 2 + 3 * gradient
+
+
+@pytest.mark.parametrize(("dtype", "less"), [("float32", 64 * 4 + 16), ("bfloat16", 64 * (4 * 2 + 2) + 16)])
+def test_a_layer_keeps_less_of_attention(dtype: DType, less: int) -> None:
+    """Neither a copy of its output nor a number for each of 4 heads; and in bfloat16 nothing is widened."""
+    plain, ordered = (
+        kept_layer_bytes(TINY, dtype, 1, EngineFeatures(in_host_memory=True, ordered=each)) for each in (False, True)
+    )
+    assert plain - ordered == less
+
+
+def test_attention_is_run_again_for_its_gradients() -> None:
+    """In float32 the inputs, the output twice, and the gradients of all: 5 x 64 of queries, 4 x 64 of keys and values;
+    with the MLP's gradients, where the layer was run again, and the rotary tables."""
+    features = EngineFeatures(in_host_memory=True, ordered=True, recomputation="full")
+    expected = 9 * 64 * 4 + (2 * 128 + 2 * 64) * 2 + 2 * 16 * 2
+    assert backward_bytes(TINY, "bfloat16", 1, features) == expected
 
 
 def test_ranks_gather_chunks_of_gradients() -> None:
