@@ -39,7 +39,12 @@ from tests.e2e.forked import quickly_finished
 from tests.e2e.runs import FinishedRun
 
 MEASURES = (
-    *("realhf/algorithms", "realhf/cpu", "realhf/engine", "realhf/models", "realhf/parallel", "csrc/kernels"),
+    "realhf/algorithms",
+    "realhf/cpu",
+    "realhf/engine",
+    "realhf/models",
+    "realhf/parallel",
+    "csrc/kernels",
     "benchmarks/lib/random_layouts.py",
 )
 PAIRS, MOST_WORKERS = 50, 4
