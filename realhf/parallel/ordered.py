@@ -133,8 +133,9 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """The sums [width] of the columns of x [rows, width], whatever columns are beside them."""
-    return weight_gradient(x, x.new_ones(len(x), 1))[:, 0] if on_gpu(x) else x.sum(0)
+    """The sums [width] of the columns of x [rows, width], whatever columns are beside them: torch adds up those behind
+    the last whole vector in another order."""
+    return weight_gradient(x, x.new_ones(len(x), 1))[:, 0]
 
 
 def row_sums(x: Tensor) -> Tensor:

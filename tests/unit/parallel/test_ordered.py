@@ -10,7 +10,7 @@ from realhf.cpu import products
 from realhf.cpu.in_order import has_products
 from realhf.engine.train.optimizer import FlatAdamW
 from realhf.parallel import ordered
-from realhf.parallel.ordered import Leaves, columns, product, row, tree_sum, weight_gradient
+from realhf.parallel.ordered import Leaves, column_sums, columns, product, row, tree_sum, weight_gradient
 from realhf.parallel.vocabulary import Softmax
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="this processor lacks the kernel")
@@ -93,6 +93,19 @@ def test_kept_weights_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves.packed.forget()
     weight.zero_()
     assert not leaves.packed.product(x, weight).any(), "a weight that has changed is read again"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_columns_are_the_same_whatever_columns_are_beside_them(dtype: torch.dtype) -> None:
+    """As of the gradients of biases, of which tensor-parallel ranks have some columns each."""
+    x = torch.randn(77, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = column_sums(x)
+    torch.testing.assert_close(
+        whole, x.double().sum(0).to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 0, atol=1e-5
+    )
+    for first in range(0, 20, 4):
+        for end in range(first + 4, 21, 4):
+            assert torch.equal(column_sums(x[:, first:end].contiguous()), whole[first:end])
 
 
 def test_tiles_of_a_vocabulary_are_the_model_s_whatever_rows_and_ranks() -> None:
