@@ -57,7 +57,8 @@ class Sums(TorchDispatchMode):
 
     KERNELS = (
         "sum", "mean", "var", "logsumexp", "_log_softmax", "_softmax", "native_layer_norm", "cumsum", "mm", "addmm",
-        "bmm", "index_add", "index_add_", "embedding_dense_backward",
+        "bmm", "index_add", "index_add_", "embedding_dense_backward", "linear", "matmul", "log_softmax", "softmax",
+        "layer_norm", "scaled_dot_product_attention",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -66,7 +67,8 @@ class Sums(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, made = function.__name__.split(".")[0], function(*args, **(kwargs or {}))
-        if name in self.KERNELS and made.dtype in (torch.float32, torch.bfloat16):
+        first = made[0] if isinstance(made, tuple) else made
+        if name in self.KERNELS and first.dtype in (torch.float32, torch.bfloat16):
             self.seen[name] += 1
         return made
 
@@ -134,7 +136,11 @@ def test_gradients_of_attention_are_those_of_a_key_head_alone() -> None:
     calls = []
     with as_on_gpu() as patch:
         by_length = PackedAttention._by_length
-        patch.setattr(PackedAttention, "_by_length", lambda *given: calls.append(given[2].shape) or by_length(*given))
+        patch.setattr(
+            PackedAttention,
+            "_by_length",
+            lambda *given, **more: calls.append(given[2].shape) or by_length(*given, **more),
+        )
         attend = PackedAttention([4, 5], in_order=True)
         whole = torch.autograd.grad(attend(0, query, key, value), [query, key, value], weights)
         half = [query[:, 2:], key[:, 1:], value[:, 1:]]
