@@ -53,6 +53,11 @@ class ResolvedExperiment:
             raise UserError(f"reproducible={chosen!r} is not known; choose from {', '.join(get_args(Reproducible))}")
         return chosen
 
+    @property
+    def threads(self) -> int | None:
+        """Threads of a worker without a GPU: one where sums may not depend on their number; None: any number."""
+        return 1 if self.reproducible == "layout" else None
+
     @cached_property
     def settings(self) -> AutoSettings:
         """Those of `@auto`; a field `batch_size` of the experiment overrides that of the decorator."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from realhf.api.experiment import AutoSettings
+from realhf.api.resolved import ResolvedExperiment
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_range
 from realhf.base.options import Option, Options
@@ -92,10 +93,10 @@ def execute(arguments: argparse.Namespace) -> int:
         options_of(options, arguments)
     experiment = experiment_of(arguments.experiment, arguments.overrides)
     if find_launcher(arguments.launcher).queues:
-        place = nodes_of(arguments, experiment.settings)
+        place = nodes_of(arguments, experiment)
         request = with_links(request, place.num_nodes, place.num_workers)
     else:
-        place = this_machine(arguments, request)
+        place = this_machine(arguments, request, experiment.threads)
     hardware, asked = place.hardware, targets_of(experiment) if request.models else []
     missing = missing_of(asked, hardware, request, arguments.force, out) if hardware else asked
     if hardware and not missing and not request.constants:
@@ -126,8 +127,9 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def this_machine(arguments: argparse.Namespace, request: ProfileRequest) -> Place:
-    """This machine. Raises UserError for what one machine cannot measure, and for nodes beside it."""
+def this_machine(arguments: argparse.Namespace, request: ProfileRequest, threads: int | None) -> Place:
+    """This machine, with so many threads a worker (None: its part of the cores). Raises UserError for what one machine
+    cannot measure, and for nodes beside it."""
     if NETWORK in request.constants:
         raise UserError(
             f"--only {NETWORK} measures between two nodes, and this is one machine; on a login node give --launcher "
@@ -138,23 +140,26 @@ def this_machine(arguments: argparse.Namespace, request: ProfileRequest) -> Plac
             f"--{name.replace('_', '-')} {value} is for --launcher slurm; leave it out to measure this machine, on "
             "--num-workers devices"
         )
-    devices = DevicesRequest(num_workers=arguments.num_workers, hardware=arguments.hardware, place="here")
+    devices = DevicesRequest(
+        num_workers=arguments.num_workers, hardware=arguments.hardware, place="here", threads=threads
+    )
     cluster, launcher = cluster_of(devices), LocalLauncher(NoOptions())
     return Place(launcher=launcher, num_nodes=1, num_workers=cluster.num_devices, hardware=cluster.hardware)
 
 
-def nodes_of(arguments: argparse.Namespace, settings: AutoSettings) -> Place:
+def nodes_of(arguments: argparse.Namespace, experiment: ResolvedExperiment) -> Place:
     """The nodes of a cluster that the command line and `@auto` ask for. Raises UserError for what they cannot be."""
     launcher = find_launcher(arguments.launcher)(node_options(arguments))
     launcher.check()
-    num_nodes, per_node = size_of(arguments, launcher, settings)
+    num_nodes, per_node = size_of(arguments, launcher, experiment.settings)
+    cpu_only = getattr(arguments, "cpu_only", False)
     return Place(
         launcher=launcher,
         num_nodes=num_nodes,
         num_workers=per_node,
-        hardware=described(arguments.hardware, getattr(arguments, "cpu_only", False), num_nodes, per_node),
+        hardware=described(arguments.hardware, cpu_only, num_nodes, per_node, experiment.threads),
         job_name=f"realhf-profile-{Path(arguments.experiment).stem}",
-        nodelist=settings.nodelist,
+        nodelist=experiment.settings.nodelist,
         network_interface=options_of(NodesRequest, arguments).network_interface,
     )
 
@@ -213,9 +218,9 @@ def with_links(request: ProfileRequest, num_nodes: int, per_node: int) -> Profil
     return replace(request, only=",".join(words))
 
 
-def described(name: str | None, cpu_only: bool, num_nodes: int, per_node: int) -> Hardware | None:
+def described(name: str | None, cpu_only: bool, num_nodes: int, per_node: int, threads: int | None) -> Hardware | None:
     """The hardware that is named, or that nodes without GPUs are planned as; None: the nodes will tell."""
     if name is None and not cpu_only:
         return None
     request = DevicesRequest(nodes=num_nodes, gpus_per_node=per_node, hardware=name, place="nodes", cpu_only=cpu_only)
-    return cluster_of(request).hardware
+    return cluster_of(replace(request, threads=threads)).hardware

@@ -125,7 +125,7 @@ def _plan(
         nodes, per_node = saved.num_workers // saved.devices_per_node, saved.devices_per_node
         wanted = replace(wanted, devices=replace(wanted.devices, nodes=nodes, gpus_per_node=per_node))
     if not wanted.plan and not wanted.rule:
-        cluster = cluster_of(wanted.devices)
+        cluster = cluster_of(replace(wanted.devices, threads=experiment.threads))
         before = (saved.num_workers, saved.devices_per_node, saved.hardware or cluster.hardware)
         if (cluster.num_devices, cluster.devices_per_node, cluster.hardware) == before:
             stale = experiment.stale(own.staleness)

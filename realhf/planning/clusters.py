@@ -61,7 +61,7 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
     hardware = with_memory(_hardware(request), request.memory_gb)
     sharing = request.nodes * per_node if request.place == "here" else per_node
     if PlannedHardware(hardware, sharing) != request.planned:
-        hardware = divided(hardware, sharing)
+        hardware = divided(hardware, sharing, request.threads)
     if request.place == "here":
         check_here(hardware, is_given=bool(request.hardware))
     hardware = with_network_of(hardware, per_node)

@@ -122,15 +122,18 @@ def cpu_hardware(host: Host) -> Hardware:
     )
 
 
-def divided(hardware: Hardware, num_workers: int, environ: Mapping[str, str] = os.environ) -> Hardware:
+def divided(
+    hardware: Hardware, num_workers: int, threads: int | None = None, environ: Mapping[str, str] = os.environ
+) -> Hardware:
     """What each of `num_workers` workers has of a host that they share; hardware that is not shared stays as it is.
 
-    A worker's threads are its part of the cores, or OMP_NUM_THREADS. Matrix products use all of them; what is bound by
-    memory is taken to be as fast as on one. The name tells several threads, since profiles are measured with them.
+    A worker's threads are OMP_NUM_THREADS, else `threads`, else its part of the cores. Matrix products use all of
+    them; what is bound by memory is taken to be as fast as on one. The name tells several threads, since profiles
+    are measured with them.
     Raises UserError if the programs of so many workers leave no memory for models.
     """
     if hardware.host_cores is not None:
-        threads = threads_given(environ) or max(1, hardware.host_cores // num_workers)
+        threads = threads_given(environ) or threads or max(1, hardware.host_cores // num_workers)
         name = hardware.name.removesuffix(f"-{hardware.threads}-threads")
         hardware = msgspec.structs.replace(
             hardware,

@@ -47,7 +47,8 @@ def plan_for(
     Raises:
         UserError: the devices, the given plan or the experiment are not valid, or no plan fits.
     """
-    cluster = cluster_of(request.devices, request.given.num_devices if request.given else None)
+    devices = replace(request.devices, threads=experiment.threads)
+    cluster = cluster_of(devices, request.given.num_devices if request.given else None)
     check_hardware(experiment, cluster.hardware, is_here=request.devices.place == "here")
     task = task_of(experiment, cluster, request)
     found = describe(task, given_plan(experiment, task, request) or search_for(task, request.budget, watch))
@@ -62,7 +63,8 @@ def tasks_of(experiment: ResolvedExperiment, request: PlanRequest, asked: WhatIf
         UserError: as `task_of`, or there are several of both.
     """
     num_devices = request.given.num_devices if request.given else None
-    clusters, cases = clusters_of(request.devices, asked.clusters, num_devices), asked.cases(experiment.calls)
+    devices = replace(request.devices, threads=experiment.threads)
+    clusters, cases = clusters_of(devices, asked.clusters, num_devices), asked.cases(experiment.calls)
     if len(clusters) > 1 and len(cases) > 1:
         raise UserError(
             "several clusters or values of --staleness are compared by themselves: give several of one kind"

@@ -42,8 +42,8 @@ class DevicesRequest(Options):
 
     `hardware`: the name of a description or the path of its file. `memory_gb`: GiB a device. `place`: "here" where all
     workers run on this machine and share its cores and memory, "nodes" where they run on nodes that this machine may
-    be unlike, None where nothing is started. `cpu_only`: the nodes have no GPUs. `planned`: of a run that is planned
-    again.
+    be unlike, None where nothing is started. `cpu_only`: the nodes have no GPUs. `threads`: of a worker without a GPU
+    (None: its part of the cores). `planned`: of a run that is planned again.
 
     Raises:
         UserError: a number of devices or nodes is out of its range.
@@ -66,6 +66,7 @@ class DevicesRequest(Options):
     ] = None
     place: Literal["here", "nodes"] | None = None
     cpu_only: bool = False
+    threads: int | None = None
     planned: PlannedHardware | None = None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from realhf.base.errors import UserError
 from realhf.cpu import in_order
 from realhf.data import sort_task
 from realhf.dataflow.plan import CallPlan, save_plan
+from realhf.experiments import ready_file
 from realhf.launch.local import LocalLauncher
-from realhf.planning import planner
+from realhf.machine.host import read_host
+from realhf.planning import here, planner
 from tests.e2e.forked import quickly_finished
 from tests.e2e.runs import FinishedRun, realhf, realhf_here
-from tests.e2e.test_algorithms_plans import STEPS, Pattern, Runs, at, statistics
+from tests.e2e.test_algorithms_plans import SMALL, STEPS, Pattern, Runs, at, statistics
 from tests.unit.machine.nvml import H100, stand_in
 
 pytestmark = pytest.mark.distributed
@@ -184,6 +187,21 @@ def test_a_run_goes_on_only_where_its_workers_would_add_up_in_order(
     done = realhf_here("run", "sft", "--run-dir", run.path, "--resume", "--steps", "9")
     assert done.returncode == 2
     assert ON_PROCESSORS in " ".join(done.stderr.split())
+
+
+def test_a_run_that_goes_on_with_one_worker_has_one_thread_where_there_are_more_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here, "read_host", lambda: replace(read_host(), cores=4))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    data = sort_task.ensure(tmp_path / "data")
+    words = ("--data", data / "sft.jsonl", "--tokenizer", data / "tokenizer.json", *SMALL, "--batch-size", "8")
+    words = (*words, "--reproducible", "layout", "--checkpoint-every", "1", "--evaluations", "20")
+    quickly_finished(tmp_path / "run", ready_file("sft"), *words, "--num-workers", "2", "--steps", "1")
+    alone = quickly_finished(
+        tmp_path / "run", ready_file("sft"), *words, "--num-workers", "1", "--steps", "2", "--resume"
+    )
+    assert [line["num_workers"] for line in alone.metrics] == [2, 1]
 
 
 @pytest.mark.parametrize(
