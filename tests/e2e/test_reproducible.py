@@ -100,7 +100,7 @@ def test_the_divergence_of_a_distillation_is_the_same_under_tensor_parallelism(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 28])  # 28: biases, whose gradients tensor parallelism cut
 def test_every_bit_is_the_same_in_pairs_of_plans_that_are_drawn(seed: int, tmp_path: Path) -> None:
     drawn = draw(seed, sort_task.ensure(tmp_path / "data"))
     runs = []
