@@ -198,7 +198,7 @@ class Softmax:
     def of_all_ranks(self, parts: Sequence[Tensor]) -> Tensor:
         """[parts, ...]: those of this rank's parts of the vocabulary (or of all of them together) behind those of lower
         ranks."""
-        own = torch.stack(list(parts))
+        own = parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
         return own if self.group is None else gathered(own, self.group).flatten(0, 1)
 
     def scaled(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -258,8 +258,9 @@ class _TokenLogprobs(torch.autograd.Function):
                         kept = softmax.product(hidden[at], weight[columns])
                         fused.vocabulary_statistics(kept, there[at], softmax.temperature, own[:asked, at])
                         continue
-                    kept = softmax.scaled(hidden[at], weight[columns])
-                    softmax.statistics(kept, there[at], own[:asked, at])
+                    z = softmax.scaled(hidden[at], weight[columns])
+                    softmax.statistics(z, there[at], own[:asked, at])
+                    kept = z
                 own[2].masked_fill_(~is_there, 0.0)
                 parts.append(own)
                 if softmax.leaves is None and len(parts) > 1:

@@ -52,6 +52,7 @@ MAY_IMPORT_BY_NAME = {
     "realhf/launch/in_process.py",
     "realhf/launch/launcher.py",
     "realhf/cli/__init__.py",
+    "realhf/cpu/in_order.py",
     "realhf/cpu/native.py",
     "realhf/engine/backend.py",
     "realhf/models/attention_kernels.py",

@@ -86,9 +86,9 @@ def test_links_are_measured_where_there_are_any() -> None:
 
 def test_the_nodes_are_described_as_a_run_plans_them() -> None:
     """GPUs without a name are described by the nodes."""
-    of_cpu, of_name = described(None, True, 2, 4), described("a100-80g", False, 2, 8)
+    of_cpu, of_name = described(None, True, 2, 4, None), described("a100-80g", False, 2, 8, None)
     assert of_cpu is not None
     assert (of_cpu.name, of_cpu.threads) == ("cpu", 1)
     assert of_name is not None
     assert of_name.name == "a100-80g"
-    assert described(None, False, 2, 8) is None
+    assert described(None, False, 2, 8, None) is None

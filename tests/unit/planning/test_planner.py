@@ -47,11 +47,11 @@ def request_of(given: ExecutionPlan | None = None, **fields: Any) -> PlanRequest
 def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the devices of a given plan, or those that are asked for; checked and explained."""
     request = request_of(given, budget=SearchBudget(evaluations=5))
-    experiment: Any = object()
-    cluster = object()
+    experiment: Any = SimpleNamespace(threads=7)
+    cluster = SimpleNamespace(hardware="hardware")
 
     def cluster_of(devices: Any, num_devices: int | None) -> Any:
-        assert devices is request.devices
+        assert devices == replace(request.devices, threads=7)
         assert num_devices == (3 if given else None)
         return cluster
 
@@ -66,6 +66,7 @@ def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.
     found = SimpleNamespace(plan="plan", task="task")
     checked: list[Any] = []
     monkeypatch.setattr(planner, "cluster_of", cluster_of)
+    monkeypatch.setattr(planner, "check_hardware", lambda *words, is_here: checked.append((*words, is_here)))
     monkeypatch.setattr(planner, "task_of", task)
     monkeypatch.setattr(planner, "given_plan", lambda *words: given if words == (experiment, TASK, request) else 0)
     monkeypatch.setattr(planner, "search_for", search)
@@ -73,7 +74,7 @@ def test_the_plan_of_a_request(given: ExecutionPlan | None, monkeypatch: pytest.
     monkeypatch.setattr(planner, "check_cache_room", lambda *words: checked.append(words))
     monkeypatch.setattr(planner, "explain", lambda of: "explained" if of is found else None)
     assert plan_for(experiment, request) == ("explained", cluster)
-    assert checked == [("plan", "task")]
+    assert checked == [(experiment, "hardware", False), ("plan", "task")]
 
 
 def test_a_plan_by_its_rule_or_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +105,11 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(planner, "task_of", task)
 
+    class Named(str):
+        hardware = SimpleNamespace(host_cores=None)
+
     def clusters(devices: DevicesRequest, names: str | None, num_devices: int | None) -> dict[str, str]:
-        return {name: f"{name} {devices.nodes} {num_devices}" for name in (names or "one").split(",")}
+        return {name: Named(f"{name} {devices.nodes} {num_devices}") for name in (names or "one").split(",")}
 
     monkeypatch.setattr(planner, "clusters_of", clusters)
     return asked

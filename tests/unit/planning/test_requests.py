@@ -68,7 +68,7 @@ def test_requests_that_say_nothing() -> None:
     }  # fmt: skip
     assert vars(DevicesRequest()) == {
         "num_workers": None, "nodes": 1, "gpus_per_node": None, "hardware": None, "memory_gb": None, "place": None,
-        "cpu_only": False, "planned": None,
+        "cpu_only": False, "threads": None, "planned": None,
     }  # fmt: skip
     assert vars(Measured()) == {"profiles": None, "call_factors": {}, "changed_shares": {}, "ignores_runs": False}
     assert vars(SearchBudget()) == {"evaluations": None, "seconds": None}
