@@ -115,10 +115,12 @@ def run(folder: Path, drawn: Drawn, plan: ExecutionPlan, *words: str) -> Finishe
     """A job under a plan."""
     folder.mkdir()
     save_plan(plan, folder / "plan.json")
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return quickly_finished(
-            folder / "run", Path(drawn.experiment), *drawn.words, *words, "--plan", folder / "plan.json"
-        )
+    own = (*drawn.words, *words, "--plan", folder / "plan.json")
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            return quickly_finished(folder / "run", Path(drawn.experiment), *own)
+        except AssertionError:
+            sys.exit(f"{drawn.name} failed:\n{said.getvalue()}")
 
 
 def results_of(run: FinishedRun) -> list[Any]:
