@@ -20,7 +20,7 @@ def check_in_order(threads: int, *, is_here: bool = True) -> None:
     """Raises UserError where results of workers on CPUs would depend on the layout all the same.
 
     Args:
-        threads: of a worker.
+        threads: a worker's.
         is_here: it runs on this machine, whose processor is asked.
     """
     if is_here and not has_products():

@@ -19,7 +19,7 @@ class PackedPages:
 
     def __init__(self, sequences: Sequence[tuple[np.ndarray, int]], rows: int):
         """`sequences`: (rows of the tokens, how many of them do not attend); each of `rows` rows attends once."""
-        page = PAGE_TOKENS  # of kernels for GPUs too
+        page = PAGE_TOKENS  # the kernels for GPUs have the same
         pages = [-(-len(tokens) // page) for tokens, _ in sequences]
         starts = np.concatenate([[0], np.cumsum(pages)])
         self.pages = int(starts[-1])

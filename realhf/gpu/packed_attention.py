@@ -9,7 +9,7 @@ from torch import Tensor
 from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.gpu.paged_attention import SPLIT_TOKENS, attend
 
-_PARTS_BYTES = 2**28  # of the splits' results, for the tokens that attend in one launch
+_PARTS_BYTES = 2**28  # the results of all splits of a launch take at most this
 
 
 @dataclass(frozen=True)

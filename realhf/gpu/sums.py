@@ -1,7 +1,7 @@
 """Products and sums whose numbers have one order of their terms each, whatever rows and columns are beside them.
 
-Tiles have constant sizes, a program goes through all terms of its numbers, and nothing is chosen by shapes. What a
-program is compiled for does not change with shapes either, since compilers may then add up in another order.
+Tiles have constant sizes, a program goes through all terms of its numbers, and nothing is chosen by shapes. Shapes do
+not change the compiled program either, since compilers may then add up in another order.
 """
 # ruff: noqa: N803 (what a kernel is compiled for is in capitals, as Triton's own kernels have it)
 

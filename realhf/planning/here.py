@@ -125,7 +125,7 @@ def cpu_hardware(host: Host) -> Hardware:
 def divided(
     hardware: Hardware, num_workers: int, threads: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> Hardware:
-    """What each of `num_workers` workers has of a host that they share; hardware that is not shared stays as it is.
+    """The share of each of `num_workers` workers in a host; hardware that is not shared stays as it is.
 
     A worker's threads are OMP_NUM_THREADS, else `threads`, else its part of the cores. Matrix products use all of
     them; what is bound by memory is taken to be as fast as on one. The name tells several threads, since profiles

@@ -204,7 +204,7 @@ def _split(residual: dict[int, float]) -> tuple[float, float]:
 
 
 def _lengths(batch: Batch, micro_batches: int) -> list[int]:
-    """Of the sequences of the first of equal micro-batches."""
+    """The lengths of the sequences in the first of equal micro-batches."""
     return [len(sequence) for sequence in batch.split(micro_batches)[0].data["seq"]]
 
 
@@ -213,7 +213,7 @@ def _ordered(model: ShardedModel) -> OrderedGradient | None:
 
 
 def _in_parts(batch: Batch, parts: int) -> Batch:
-    """The batch, as all of a mini-batch with so many parts."""
+    """The batch as a whole mini-batch with `parts` parts."""
     return batch.with_data(**{PART: [torch.tensor([i * parts // len(batch), parts]) for i in range(len(batch))]})
 
 

@@ -121,7 +121,7 @@ def _in_words(outputs: KeyOutputs, sample: int) -> str:
 
 
 def _of_values(step: int, what: str, call: str, recorded: np.ndarray, again: np.ndarray) -> Difference:
-    """Of two arrays that differ the element that does most; of tokens and the like the first one."""
+    """The element that differs most between two arrays; the first one where they hold tokens and the like."""
     if recorded.shape != again.shape:
         return Difference(step, f"the shape of {what}", recorded.shape, again.shape, call=call)
     sizes = (recorded != again).astype(float)

@@ -24,8 +24,8 @@ from realhf.planning.model.sizes import model_sizes
 from realhf.realloc.plan.planner import ReallocationPlan, plan_between
 
 # The time of broadcasts over gloo as a part of that of as many bytes in messages: one thread of a process carries all
-# its messages, and each process group has a thread of its own. Of 24 pairs of layouts of 4 and 8 processes on two
-# cores, each the median of five runs of `benchmarks/reallocation.py`: 0.71 to 1.24, mean 0.98.
+# its messages, and each process group has a thread of its own. 24 pairs of layouts of 4 and 8 processes on two cores
+# had 0.71 to 1.24, each the median of five runs of `benchmarks/reallocation.py`; the mean is 0.98.
 GLOO_BROADCASTS = 0.98
 
 

@@ -310,7 +310,7 @@ class RankSeconds:
 
     @property
     def _head_tokens(self) -> float:
-        """Of one micro-batch of an inference or train_step: those that the head's output is wanted of."""
+        """The tokens of a micro-batch of an inference or train_step that need the head's output."""
         only_responses = self.features.response_logits and self.model.head == "lm" and self.lengths.new_tokens > 0
         return self.sequences * (self.lengths.new_tokens if only_responses else self.lengths.tokens)
 

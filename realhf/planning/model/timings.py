@@ -150,8 +150,8 @@ class Timings:
         return parameters * moved_bytes / self.hardware.memory_bandwidth
 
     def parts(self, count: int, elements: float) -> float:
-        """Under reproducible="layout": taking the gradients of so many parts of a mini-batch, and adding them up. Of
-        each there are a copy, zeros and a sum."""
+        """Seconds under reproducible="layout" to take the gradients of `count` parts of a mini-batch and add them up.
+        Each part needs a copy, zeros and a sum."""
         moved_bytes = 6 * count * elements * self.features.gradient_bytes(self.dtype)
         return moved_bytes / self.hardware.memory_bandwidth
 
