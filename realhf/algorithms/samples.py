@@ -56,7 +56,7 @@ def sums_of(rewards: Sequence[Tensor]) -> Tensor:
     """[batch]: one number a response, the sum over its tokens where these have rewards of their own."""
     if all(len(reward) == 1 for reward in rewards):  # in one kernel
         return torch.cat(list(rewards))
-    # Copies: torch's kernel for GPUs chooses the order of a sum by where in memory its terms begin.
+    # Copies: torch's kernel for GPUs may choose the order of a sum by where in memory its terms begin.
     return torch.stack([reward.clone().sum() for reward in rewards])
 
 

@@ -306,7 +306,7 @@ class Master:
         log_step(metrics)
         self._trackers.step(metrics)
         completions = [each for record in records for each in record.completions]
-        self._record_samples(step + 1, "train", self._drawn("train", completions, digests))
+        self._record_samples(self._samples(step + 1, "train", completions, digests))
         for drift in self._drift.step(metrics):
             logger.warning("%s", drift)
             note(self._directory.events, "drift", step + 1, drift)
@@ -322,17 +322,16 @@ class Master:
         self._step = step + 1
         self._write_status("running")
 
-    def _drawn(
-        self, split: Split, completions: Iterable[Completion], digests: Mapping[str, Mapping[str, str]]
-    ) -> list[tuple[Completion, str]]:
-        """The completions, each with the digest of the weights that drew it."""
+    def _samples(
+        self, step: int, split: Split, completions: Iterable[Completion], digests: Mapping[str, Mapping[str, str]]
+    ) -> list[Sample]:
+        """The completions of a step, or of the evaluation after it, with the digest of the weights that drew them."""
         weights = digests.get(self._run.experiment.graphs[split].producers.get("seq", ""), {}).get("weights", "")
-        return [(completion, weights) for completion in completions]
+        return [Sample(step=step, split=split, weights=weights, **asdict(each)) for each in completions]
 
-    def _record_samples(self, step: int, split: Split, drawn: list[tuple[Completion, str]]) -> None:
-        """Writes the completions of a step, or of the evaluation after it, in the order of their ids."""
-        drawn.sort(key=lambda each: each[0].sample)
-        samples = [Sample(step=step, split=split, weights=weights, **asdict(each)) for each, weights in drawn]
+    def _record_samples(self, samples: list[Sample]) -> None:
+        """Writes those of a step, or of an evaluation, in the order of their ids."""
+        samples.sort(key=lambda each: each.sample)
         append_samples(self._directory.samples, samples)
         self._trackers.samples(samples)
 
@@ -352,26 +351,24 @@ class Master:
 
     async def _evaluate(self, step: int) -> None:
         found: dict[str, float] = {}
-        completions: dict[Split, list[tuple[Completion, str]]] = {}
+        samples: dict[Split, list[Sample]] = {}
         for split in self._run.experiment.evaluations:
             made = await self._evaluate_on(split, step)
             if made is None:
                 return  # the run ends; the evaluation is left to the run that resumes
             found |= {statistic_name(split, name): value for name, value in made[0].items()}
-            completions[split] = made[1]
-        if not completions:
+            samples[split] = made[1]
+        if not samples:
             return
         self._statistics |= found
         line = {"step": step, **found}
         append_line(self._directory.evaluations, line)
         self._trackers.evaluation(line)
-        for split, of_set in completions.items():
-            self._record_samples(step, split, of_set)
+        for of_set in samples.values():
+            self._record_samples(of_set)
 
-    async def _evaluate_on(
-        self, split: Split, step: int
-    ) -> tuple[dict[str, float], list[tuple[Completion, str]]] | None:
-        """The statistics and completions of one evaluation set after `step`; None where the run ends before."""
+    async def _evaluate_on(self, split: Split, step: int) -> tuple[dict[str, float], list[Sample]] | None:
+        """The statistics and samples of one evaluation set after `step`; None where the run ends before."""
         run, graph = self._run, self._run.experiment.graphs[split]
         self._recorder.set(f"{split} after step {step}")
         calls = {name: run.call_plan(split, call) for name, call in graph.calls.items()}
@@ -383,17 +380,17 @@ class Master:
         )  # fmt: skip
         order = [(call, batch) for batch in range(rows.batches) for call in graph.calls]
         stats: list[Sums] = []
-        completions: list[tuple[Completion, str]] = []
+        samples: list[Sample] = []
 
         def add(batch: int, records: list[CallRecord]) -> None:
             self._recorder.set(f"{split} after step {step}: {batch + 1} of {rows.batches} batches")
             stats.extend(record.stats for record in records)
             digests, first = self._weights.of_step(split, step, records), rows.first_sample(batch)
             made = (replace(each, sample=first + each.sample) for record in records for each in record.completions)
-            completions.extend(self._drawn(split, made, digests))
+            samples.extend(self._samples(step, split, made, digests))
 
         is_whole = await self._dispatcher.run_steps(planned, order, 1, add)
-        return (means(added_up(stats)), completions) if is_whole else None
+        return (means(added_up(stats)), samples) if is_whole else None
 
     async def _receive(self) -> None:
         while True:

@@ -93,8 +93,8 @@ class PackedAttention:
         return self._cu_seqlens, max(self.lengths)
 
     def _by_head(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        """On a GPU, with the same gradients in every run. A call for each key head: flash-attn and cuBLAS divide sums
-        by the number of heads, and layouts differ in it."""
+        """On a GPU, with the same gradients in every run. A call for each key head: layouts differ in the number of
+        heads of a rank, and a kernel may divide its sums by that."""
         here, group = machine(query.device.type), query.shape[1] // key.shape[1]
         parts = []
         for each in zip(query.split(group, 1), key.split(1, 1), value.split(1, 1), strict=True):

@@ -62,8 +62,8 @@ def rms_norm_in_order(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def normalised_in_order(norm: nn.Module, x: Tensor) -> Tensor:
-    """`norm` of x [rows, hidden]; no row's bits depend on the rows beside it. torch's kernels for GPUs choose the order
-    of a sum by the number of rows."""
+    """`norm` of x [rows, hidden]; no row's bits depend on the rows beside it. torch's kernels for GPUs may choose the
+    order of a sum by the number of rows."""
     if not ordered.on_gpu(x):
         normalised: Tensor = norm(x)
         return normalised

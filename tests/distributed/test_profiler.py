@@ -360,13 +360,31 @@ def test_overheads_are_of_calls_of_short_sequences_beyond_their_parts():
         assert tokens <= rows < tokens + 64, "no tokens in common, whose rows would be computed once"
 
 
+def _short_job(targets, *, num_workers: int, max_tokens: int):
+    """That measures everything once, on short sequences."""
+    from realhf.profiling.job import ProfileJob
+
+    return ProfileJob(
+        hardware=load_hardware("cpu"),
+        targets=tuple(targets),
+        num_workers=num_workers,
+        batch_size=2,
+        sequence_length=4,
+        length_spread=0,
+        max_tokens=max_tokens,
+        max_sequences=2,
+        repetitions=1,
+        timeout_s=PATIENCE_S,
+    )
+
+
 def _profiles_of_noise(rank: int) -> tuple[list[tuple[tuple[str, ...], float]], int]:
     """What one worker keeps of readings that say that no backward pass takes any time, and how often it trained before
     it updated."""
     import torch
 
     from realhf.profiling import profiler
-    from realhf.profiling.job import ProfileJob, ProfileTarget
+    from realhf.profiling.job import ProfileTarget
 
     trained: list[int] = []
 
@@ -391,17 +409,8 @@ def _profiles_of_noise(rank: int) -> tuple[list[tuple[tuple[str, ...], float]], 
     profiler.median_round_trip_s = lambda *_: 1.0
     models = (ONE_KV_HEAD, ONE_KV_HEAD.with_head("scalar"))
     with tempfile.TemporaryDirectory() as folder:
-        job = ProfileJob(
-            hardware=load_hardware("cpu"),
-            targets=tuple(ProfileTarget(model=model, dtype="float32") for model in models),
-            num_workers=1,
-            batch_size=2,
-            sequence_length=4,
-            length_spread=0,
-            max_tokens=64,
-            max_sequences=2,
-            repetitions=1,
-            timeout_s=PATIENCE_S,
+        job = _short_job(
+            [ProfileTarget(model=model, dtype="float32") for model in models], num_workers=1, max_tokens=64
         )
         found = profiler.Profiler(job, rank, torch.device("cpu"), Path(folder), lambda _: None).profiles()
     assert {*trained} == {profiler.SMALLEST_TOKENS}
@@ -425,7 +434,7 @@ def _profile_in_order(rank: int) -> tuple[LayerProfile, set[tuple[int, bool]], s
 
     from realhf.engine.train.ordered import OrderedGradient
     from realhf.profiling import call_bench, profiler
-    from realhf.profiling.job import ProfileJob, ProfileTarget
+    from realhf.profiling.job import ProfileTarget
 
     kernels, computed, normed = set(), set(), []
 
@@ -445,17 +454,8 @@ def _profile_in_order(rank: int) -> tuple[LayerProfile, set[tuple[int, bool]], s
     call_bench.ShardedModel = Model
     profiler.median_round_trip_s = lambda *_: 1.0
     with tempfile.TemporaryDirectory() as folder:
-        job = ProfileJob(
-            hardware=load_hardware("cpu"),
-            targets=(ProfileTarget(model=MODEL, dtype="float32", reproducible="layout"),),
-            num_workers=2,
-            batch_size=2,
-            sequence_length=4,
-            length_spread=0,
-            max_tokens=32,
-            max_sequences=2,
-            repetitions=1,
-            timeout_s=PATIENCE_S,
+        job = _short_job(
+            [ProfileTarget(model=MODEL, dtype="float32", reproducible="layout")], num_workers=2, max_tokens=32
         )
         [found] = profiler.Profiler(job, rank, torch.device("cpu"), Path(folder), lambda _: None).profiles()
     return found, kernels, computed, max(normed)

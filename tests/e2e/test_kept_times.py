@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from realhf.cpu.in_order import has_products
+from realhf.data import sort_task
 from realhf.planning.model.experience import RunTimes, runs_folder
 from realhf.planning.model.profile import load_profile
+from tests.e2e.test_algorithms_plans import SMALL
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -52,3 +55,17 @@ def test_a_run_makes_the_next_plan_surer(tmp_path: Path) -> None:
     after, ignored = widths(tmp_path), widths(tmp_path, "--ignore-runs")
     assert ignored == pytest.approx(before)
     assert all(after[name] < before[name] for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_products(), reason="a processor without AVX-512 and its bfloat16")
+def test_times_under_reproducible_layout_lie_beside_the_profile_of_its_kernels(tmp_path: Path) -> None:
+    data = sort_task.ensure(tmp_path / "task")
+    job = ("sft", "--data", str(data / "sft.jsonl"), "--tokenizer", str(data / "tokenizer.json"), *SMALL)
+    job = (*job, "--batch-size", "8", "--num-workers", "2", "--reproducible", "layout")
+    realhf("profile", *job, "--max-tokens", "64", "--repetitions", "2", folder=tmp_path)
+    realhf("run", *job, "--steps", "6", "--evaluations", "20", "--run-dir", "run", folder=tmp_path)
+    [profile] = (tmp_path / "data/realhf/profiles/cpu").glob("*.json")
+    assert load_profile(profile).reproducible == "layout"
+    [kept] = runs_folder(profile).glob("*.json")
+    assert json.loads(kept.read_bytes())["run"] == str(tmp_path / "run")

@@ -98,7 +98,7 @@ class LogprobsInterface(_Inference):
         def logprobs(logits: Logits, part: Batch) -> dict[str, list[Tensor]]:
             each = by_sample(response_logprobs(logits, part, c.temperature), part)
             if c.rows == "pairs" and not c.per_token:
-                # Copies: torch's kernel for GPUs chooses the order of a sum by where in memory its terms begin.
+                # Copies: torch's kernel for GPUs may choose the order of a sum by where in memory its terms begin.
                 each = [values.clone().sum().view(1) for values in each]
             return {key: each}
 
