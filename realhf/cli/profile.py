@@ -35,6 +35,7 @@ from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.measured import LAYERS, NETWORK
+from realhf.planning.planner import check_hardware
 from realhf.planning.request import DevicesRequest
 from realhf.profiling.measure import Place, ProfileRequest, measure, measured_before, profile_job, targets_of
 
@@ -98,6 +99,8 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         place = this_machine(arguments, request, experiment.threads)
     hardware, asked = place.hardware, targets_of(experiment) if request.models else []
+    if hardware and asked:
+        check_hardware(experiment, hardware, is_here=not place.launcher.queues)
     missing = missing_of(asked, hardware, request, arguments.force, out) if hardware else asked
     if hardware and not missing and not request.constants:
         return 0

@@ -271,7 +271,7 @@ class Profiler:
         config = OptimizerConfig()
         gradients = torch.ones(count, dtype=gradient_dtype(parameters.dtype, config), device=self.device)
         is_ordered = target.reproducible == "layout"
-        optimizer = FlatAdamW([parameters], config, total_steps=1, in_vectors=is_ordered)
+        optimizer = FlatAdamW([parameters], config, total_steps=1)
 
         def step() -> None:
             gradients.zero_()

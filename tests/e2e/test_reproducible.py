@@ -158,8 +158,8 @@ def test_a_machine_that_adds_up_otherwise_is_refused_before_a_process_starts(
     monkeypatch.setattr(planner, "search_plan", lambda *_: pytest.fail("a plan is searched"))
     monkeypatch.setattr(LocalLauncher, "start", lambda *_: pytest.fail("a process starts"))
     own = ("--data", data / "sft.jsonl", "--tokenizer", data / "tokenizer.json", "--num-workers", "1", *EXPERTS)
-    for words in (("run", "sft", "--run-dir", tmp_path / "run", *own), ("plan", "sft", *own)):
-        done = realhf_here(*words, "--reproducible", "layout")
+    for words in (("run", "sft", "--run-dir", tmp_path / "run"), ("plan", "sft"), ("profile", "sft", "--force")):
+        done = realhf_here(*words, *own, "--reproducible", "layout")
         assert done.returncode == 2
         assert said in " ".join(done.stderr.split())
     assert not (tmp_path / "run").exists()
