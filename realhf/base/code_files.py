@@ -30,7 +30,7 @@ is_loading = False  # a program, for its functions
 
 
 def load_program(path: str | Path) -> None:
-    """Loads the file of a live program as far as `realhf.start`. Raises as `load_code_file`."""
+    """Loads the file of a live program up to `realhf.start`. Raises as `load_code_file`."""
     global is_loading
     is_loading = True
     try:

@@ -14,13 +14,12 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
 import realhf.base.code_files
 from realhf.api.script.data import Prompts, ScriptData
-from realhf.api.script.experiment import SMALL
 from realhf.api.script.lines import script_line
 from realhf.api.script.models import Policy, RewardModel, ScriptModel, ValueModel
 from realhf.api.script.program import Program, program_class
@@ -51,13 +50,32 @@ from realhf.rundir.logs import logging_to
 from realhf.rundir.paths import MASTER, RunDirectory, workers_in_words
 from realhf.rundir.run import MAX_STEPS, Run, RunSpec
 from realhf.rundir.starts import START_VARIABLE, current_start
+from realhf.rundir.status import known_status
 
 _LOOK_S = 0.05  # between looks for the end of a call, and whether the run has broken
 _END_S = 120.0  # for workers and master to end, when they were told to
 _SETTLE_S = 2.0  # after the master's failure, for a worker that died to be found, which may be the cause
-_EVALUATIONS = 2_000  # of the search for the plan
+_EVALUATIONS = 2_000  # plans that the search evaluates
 
 Handle = TypeVar("Handle", bound=ScriptModel)
+
+
+class Settings(TypedDict, total=False):
+    """The settings that all models and calls of a program share.
+
+    seed: of all random numbers. dtype: of all models. reproducible: "layout" gives the same bits under every plan
+    (docs/reproducibility.md).
+    mini_batches: optimizer steps of an update that names no number.
+    architecture: of models without a checkpoint, whose weights are random.
+    tokenizer: tokenizer.json, or its directory; by default that of the first model with one.
+    """
+
+    seed: int
+    dtype: DType
+    reproducible: Reproducible
+    mini_batches: int
+    architecture: DecoderConfig
+    tokenizer: str
 
 
 def start(
@@ -65,12 +83,7 @@ def start(
     num_workers: int | None = None,
     run_dir: str | Path | None = None,
     plan: str | Path | None = None,
-    seed: int = 0,
-    dtype: DType = "float32",
-    reproducible: Reproducible = "plan",
-    mini_batches: int = 1,
-    architecture: DecoderConfig = SMALL,
-    tokenizer: str = "",
+    **settings: Unpack[Settings],
 ) -> "Cluster":
     """Workers on this machine for a program that calls models: `with realhf.start(num_workers=2) as cluster: ...`.
 
@@ -79,20 +92,15 @@ def start(
         run_dir: the directory of the run's files; by default runs/NAME-TIME.
         plan: a plan.json, of the calls MODEL_generate, MODEL_inference and MODEL_train_step; by default one is searched
             for a round with a call of each kind, when the first calls are made.
-        seed: of all random numbers.
-        mini_batches: optimizer steps of an update that names no number.
-        architecture: of models without a checkpoint, whose weights are random.
-        tokenizer: tokenizer.json, or its directory; by default that of the first model with one.
 
     Raises:
-        UserError: an argument is out of its range; of the models and data it is said when they are first called.
+        UserError: an argument is out of its range. Models and data are checked when they are first called.
     """
     if realhf.base.code_files.is_loading:
         raise ProgramBegins
     frame = sys._getframe(1)
     file = frame.f_globals.get("__file__") if frame.f_globals.get("__name__") == "__main__" else None
-    common: dict[str, Any] = {"seed": seed, "dtype": dtype, "mini_batches": mini_batches, "architecture": architecture}
-    common |= {"tokenizer": tokenizer, "reproducible": reproducible, "steps": MAX_STEPS}
+    common = {**settings, "steps": MAX_STEPS}
     devices = DevicesRequest() if num_workers is None else DevicesRequest(num_workers=num_workers)
     budget = SearchBudget(evaluations=_EVALUATIONS)
     request = PlanRequest(devices=devices, plan=None if plan is None else Path(plan), budget=budget)
@@ -149,7 +157,7 @@ class Cluster:
         return self._declare(RewardModel, model, name, trained, options)
 
     def reward(self, *functions: str, name: str = "reward", **options: Any) -> Any:
-        """What scores responses: functions of texts, `FILE.py:FUNCTION` or `ready:NAME`, that run beside the devices,
+        """A reward: functions of texts, `FILE.py:FUNCTION` or `ready:NAME`, that run beside the devices,
         or with `model=DIR` a reward model. `options` are fields of `realhf.api.Reward`."""
         made = Reward(functions=functions, **options)
         name = self._note(name, made)
@@ -349,11 +357,14 @@ class _Processes:
         if self._failure is not None:
             self._workers.join(_END_S)  # which may know the cause
             broken(self._failure)
+        if not self._master.is_alive():  # somebody has asked for the end
+            status = known_status(self._directory.status)
+            broken(RunError(f"the run is over: {status.message if status else 'its master has ended'}"))
 
     def end(self, broken: Callable[[BaseException], NoReturn], *, failed: bool) -> None:
         """Ends the processes: at once if the program has `failed`, else when all calls have ended."""
         until_s = time.monotonic() + _END_S
-        if not failed and self._failure is None:
+        if not failed and self._failure is None and self._master.is_alive():
             self.put(None, broken)
         self._stops = failed
         while self._master.is_alive() and time.monotonic() < until_s:

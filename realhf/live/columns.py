@@ -1,4 +1,4 @@
-"""What calls of a live program give: their rows stay on the workers until the program asks for values."""
+"""Results of a live program's calls: their rows stay on the workers until the program asks for values."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol
@@ -13,7 +13,7 @@ Values = list[np.ndarray]  # one [length, ...] a sample
 
 
 class Source(Tracing, Protocol):
-    """What columns ask of the round that they belong to."""
+    """The round that columns belong to, as they see it."""
 
     def fetch(self, columns: "LiveColumns", names: tuple[str, ...]) -> dict[str, Values]: ...
 
@@ -50,13 +50,14 @@ class LiveColumns(SymbolicColumns):
         return LiveColumn(self, name) if isinstance(found, SymbolicColumn) else found
 
     def __getitem__(self, name: str) -> Any:
-        """The values of a column: of the data's file as it has them, one a sample; of a call as `LiveColumn.numpy`."""
+        """The values of a column. A column of the data's file comes as the file has it, one value a sample; a column of
+        a call as `LiveColumn.numpy` gives it."""
         if name in self._data or not self._source.is_in_data(name):
             return getattr(self, name).numpy()
         return self._source.rows(name)
 
     def texts(self) -> list[str]:
-        """The responses as texts, one a sample, without their end tokens; of columns that have none, the prompts."""
+        """The responses as texts, one a sample, without their end tokens; the prompts where there are no responses."""
         return self._source.responses(self) if "seq" in self._data else self._source.prompts()
 
 
@@ -83,7 +84,7 @@ class LiveColumn(SymbolicColumn):
         return np.concatenate(self.values()).astype(np.float64)
 
     def mean(self) -> float:
-        """Of all numbers of all samples, in float64, as `std`, `sum`, `min` and `max`."""
+        """The mean over all numbers of all samples, in float64; so count `std`, `sum`, `min` and `max`."""
         return float(self._all().mean())
 
     def std(self) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from realhf.api.script.columns import Symbolic
 from realhf.api.script.config import Fetch, Generate, Given, ScriptCall
@@ -35,10 +35,10 @@ _REWARD = "reward"  # the column that numbers become which a program gives to a 
 class Place:
     """Where the rounds of a program are executed.
 
-    values: the folder of what is fetched and given.
+    values: the folder of fetched and given values.
     publish: writes a call that workers do not know yet.
     save: writes a model, as it is in a round, to a path, when all calls so far have ended.
-    carry_out: executes calls of a round, all of them, of which the last ones, whose number is given, are new.
+    carry_out: executes the last calls of a round, as many as the number says, and ends the round if it is told to.
         Returns a function that waits, and gives the statistics by call.
     """
 
@@ -57,7 +57,7 @@ class Rounds(Trace):
         self.program, self._make_place, self._module_of = program, place, module_of
         self._place_made: Place | None = None
         self.round = -1
-        self._issued = 0  # of the round's calls
+        self._issued = 0  # calls of the round
         self._statistics: dict[str, Callable[[], dict[str, dict[str, float]]]] = {}
         self._rows: DatasetRows | None = None
 
@@ -82,12 +82,12 @@ class Rounds(Trace):
         return self.dataset(name, self.program._datasets[name].keys)
 
     def end(self) -> None:
-        """Has the calls of the round executed that are not yet."""
+        """Executes the calls of the round that wait, and ends it."""
         if self.round >= 0 and self.calls:
             self._issue(ends=True)
 
     def flush(self) -> None:
-        """Has the calls so far executed; does not wait."""
+        """Begins to execute the calls so far; does not wait."""
         if self._issued < len(self.calls):
             self._issue(ends=False)
 
@@ -100,7 +100,7 @@ class Rounds(Trace):
         self._statistics |= dict.fromkeys((call.name for call in new), wait)
         self._issued = len(self.calls)
 
-    # What methods of models ask for.
+    # The names and results of calls, which methods of models ask for.
 
     def named(self, request: Request) -> Request:
         """A further call of one name in a round gets a number."""
@@ -201,10 +201,8 @@ class Rounds(Trace):
         folder = step_folder(self._place.values, self.round)
         folder.mkdir(parents=True, exist_ok=True)
         arrays = [value.astype(np.float32) if value.dtype.kind == "f" else value for value in values]
-        part = folder / f".{title}.part"
-        save_file({str(sample): array for sample, array in enumerate(arrays)}, part)
-        write_atomically(folder / f"{title}.safetensors", part.read_bytes())
-        part.unlink()
+        content = save({str(sample): array for sample, array in enumerate(arrays)})
+        write_atomically(folder / f"{title}.safetensors", content)
         made = [key for call in self.calls for key in call.output_data]
         view = View(((column, (made or list(self.makers))[0]),))
         config = Given(batch=view, outputs=tuple(keys.values()), folder=str(self._place.values), title=title)
@@ -227,12 +225,12 @@ class Rounds(Trace):
 
     @property
     def rows(self) -> DatasetRows:
-        """Of the data. Raises UserError until it is known how many samples share a row."""
+        """The rows of the data. Raises UserError until it is known how many samples share a row."""
         if self._rows is None:
             known = [*self.calls, *(self._place_made.known.values() if self._place_made else ())]
             together = [call.interface_impl.samples_per_prompt for call in known if call.generates]
             if not together and any(isinstance(model, Policy) for model in self.program._models.values()):
-                raise script_error("nobody knows how many responses share a row before the first generate; ask later")
+                raise script_error("how many responses share a row is not known before the first generate; ask later")
             together = together or [1]
             self._rows = DatasetRows(self.program.dataset, self.program.seed, self.size(), together[0])
         return self._rows

@@ -1,4 +1,4 @@
-"""What a live program asks the master for: it runs on another thread of the same process."""
+"""The requests of a live program, which runs on another thread of the master's process."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ class Save:
     """A checkpoint of all models, as they are after `step` rounds."""
 
     step: int
-    done: "Future[dict[str, dict[str, float]]]" = field(default_factory=Future)  # of no calls
+    done: "Future[dict[str, dict[str, float]]]" = field(default_factory=Future)  # empty
 
 
 class ProgramQueue:
@@ -102,7 +102,7 @@ class Rounds:
         return {name: means(self._opened.records[Node(segment.round, name)].stats) for name in segment.new}
 
     async def finish(self, round_: int) -> list[CallRecord]:
-        """Has the workers forget a round's data; returns its calls, none where it had none."""
+        """Frees a round's data on the workers; returns its calls, none where it had none."""
         if round_ not in self._opened.directories:
             return []
         return await self._dispatcher.finish("train", round_, self._opened)

@@ -68,10 +68,10 @@ class CallRecord:
 
     node: Node
     model: str
-    version: int | None = None
-    makes: int | None = None
     replies: dict[int, Reply] = field(default_factory=dict)
     state: tuple[int, dict[str, float]] | None = None  # and a worker that has left it
+    version: int | None = None
+    makes: int | None = None
 
     def take_state(self, worker: int, state: dict[str, float]) -> None:
         """Notes the numbers that a rank leaves for the next step. Raises RunError if another has left others."""
@@ -174,7 +174,7 @@ class PlannedGraph:
             return CallRecord(node, model)
         version, made = self.version(node), self.made_version(node)
         changed = call.trains and not self.grows and call != self._trainings(model)[0]
-        return CallRecord(node, model, None if changed else version, made)
+        return CallRecord(node, model, version=None if changed else version, makes=made)
 
     def made_version(self, node: Node) -> int | None:
         """The version of its model's parameters that a call makes: the last training of a step makes one."""

@@ -86,6 +86,7 @@ class Master:
         program: ProgramQueue | None = None,
     ):
         self._program = program
+        self._planned_steps: int = 0 if program else run.experiment.steps  # 0: nobody knows
         self._run, self._directory, self._server, self._start_id = run, directory, server, start_id
         self._num_workers = run.spec.num_workers
         self._recorder = ActivityWriter(directory.activity(MASTER))
@@ -340,7 +341,7 @@ class Master:
         check_start(self._directory, self._start_id)
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
-        metrics |= {"of_steps": self._run.planned_steps, "num_workers": self._num_workers, "plan": self._plan_digest}
+        metrics |= {"of_steps": self._planned_steps, "num_workers": self._num_workers, "plan": self._plan_digest}
         for record in records:
             if record.node.call in self._run.experiment.graphs["train"].calls:
                 reply = next(iter(record.replies.values()))  # it is of all workers
@@ -552,6 +553,6 @@ class Master:
 
     def _write_status(self, state: RunState, message: str = "", blamed: Iterable[int] = ()) -> None:
         self._state = state
-        steps = self._run.planned_steps
+        steps = self._planned_steps
         status = Status(state=state, step=self._step, steps=steps, message=message, blamed=tuple(sorted(blamed)))
         write_status(self._directory.status, status)

@@ -5,7 +5,6 @@ the program's own file has imported: nothing in the file is executed.
 """
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -14,9 +13,10 @@ from typing import Any
 
 import msgspec
 
+from realhf.api.script.functions import load
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import RunError, UserError
-from realhf.base.files import read_bytes
+from realhf.base.files import decode_json, read_bytes
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
 from realhf.dataflow.protocols import ALL_TO_ALL, THREE_D_PROTO
 
@@ -96,9 +96,8 @@ def decoded(value: Any) -> Any:
 
 
 def _found(named: str) -> Any:
-    module, _, name = named.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        return load(named)
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"workers do not find {named!r} ({error}); define it above `realhf.start`, at the top level of the "
@@ -144,7 +143,7 @@ class GrowingCalls(dict[str, ModelFunctionCallDef]):
             if not text.endswith(b"\n"):
                 break  # it is being written
             self._read += 1
-            line = msgspec.json.decode(text, type=CallLine)
+            line = decode_json(text, CallLine)
             if line.name not in self:
                 self.add(self._call(line))
 
@@ -176,8 +175,8 @@ class GrowingCalls(dict[str, ModelFunctionCallDef]):
 
 
 class ProgramGraph(DataflowGraph):
-    """The calls that a live program has made so far, of all of its rounds. What they have in common is fixed by the
-    `outline`: the models, the data set's keys."""
+    """The calls that a live program has made so far, of all of its rounds. The `outline` fixes
+    the models and the data set's keys."""
 
     def __init__(self, outline: DataflowGraph, path: Path, *, reproducible: bool):
         self.dataset_keys, self.follows, self.pools = outline.dataset_keys, {}, {}

@@ -18,7 +18,7 @@ from realhf.rundir.calls_file import ProgramGraph
 
 @dataclass(frozen=True, eq=False)
 class LiveExperiment(ResolvedExperiment):
-    """`graph` is the program's outline, of which the plan is made, and `graphs` has what it calls.
+    """`graph` is the program's outline, for which the plan is made; `graphs` has the program's calls.
 
     calls_file: the file that its calls are written into.
     """

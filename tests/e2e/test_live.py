@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from realhf.api import Policy, Reward, RewardModel, RunError, UserError, ValueMo
 from realhf.api.script.data import ScriptData
 from realhf.api.script.models import ScriptModel
 from realhf.data import sort_task
+from realhf.dataflow.plan import save_plan
 from realhf.experiments import ready_file
 from realhf.lifecycle.request import experiment_of
 from realhf.live import cluster as live
+from realhf.rundir.status import EndRequest, request_end
 from tests.e2e.forked import ForkedLauncher, quickly_finished
 from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, FinishedRun
-from tests.e2e.test_algorithms_plans import JOBS, MEASURED, REWARDS, Job
+from tests.e2e.test_algorithms_plans import JOBS, MEASURED, REWARDS, Job, Pattern, at
 
 pytestmark = pytest.mark.distributed
 
@@ -96,6 +99,26 @@ def test_a_ready_script_gives_the_same_numbers(name: str, workers: int, tmp_path
     assert len(expected) == len(got) == STEPS
     for one, other in zip(expected, got, strict=True):
         assert other == pytest.approx(one, rel=1e-12, abs=1e-12)
+
+
+def test_calls_move_parameters_between_layouts_as_a_traced_run_does(tmp_path: Path) -> None:
+    """One plan for both, on four workers; the live one reads rows that other workers have made."""
+    job = JOBS["grpo"]
+    words = words_of(job, tmp_path)
+    graph = experiment_of(str(ready_file(job.experiment)), words).graph
+    mixed = Pattern(train=(at(0, dp=2, tp=2),), generate=(at(0, dp=4),), infer=(at(2, pp=2), at(0, tp=2), at(1)))
+    save_plan(mixed.plan(graph), tmp_path / "plan.json")
+    plan = ("--plan", tmp_path / "plan.json")
+    traced = quickly_finished(tmp_path / "traced", ready_file(job.experiment), *words, *plan)
+    found = run_live(job, words, tmp_path / "live", plan=tmp_path / "plan.json")
+    for one, other in zip(statistics(traced), statistics(found), strict=True):
+        assert other == pytest.approx(one, rel=1e-12, abs=1e-12)
+    digests = [
+        [[call.get("new_weights") for name, call in line["calls"].items() if "train" in name] for line in run.metrics]
+        for run in (traced, found)
+    ]
+    assert digests[0] == digests[1]
+    assert all(digest for line in digests[0] for digest in line)
 
 
 # Programs.
@@ -271,7 +294,7 @@ def test_what_a_program_cannot_have(tmp_path: Path) -> None:
             cluster.policy(schedule="linear", name="actor_2")
         before = None
         for prompts in prompts_of(cluster, tmp_path, 2):
-            with pytest.raises(UserError, match="nobody knows how many responses"):
+            with pytest.raises(UserError, match="how many responses share a row is not known"):
                 prompts.texts()
             rollout = actor.generate(prompts, OPTIONS)
             with pytest.raises(UserError, match="declare it before"):
@@ -291,6 +314,26 @@ def test_what_a_program_cannot_have(tmp_path: Path) -> None:
             break
 
 
+def test_a_program_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the run is over: ended after step 2, as was asked"):
+        stopped(tmp_path)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", 2)
+    assert (tmp_path / "run/checkpoints/latest/actor").is_dir()
+    assert not multiprocessing.active_children()
+
+
+def stopped(folder: Path) -> None:
+    with started(folder) as cluster:
+        actor = cluster.policy(lr=1e-3)
+        for number, prompts in enumerate(prompts_of(cluster, folder, 100)):
+            rollout = actor.generate(prompts, OPTIONS)
+            actor.update(group_advantages(rollout, [1.0, 0.0] * 8, None, BETWEEN), grpo_loss(BETWEEN))["actor_loss"]
+            if number == 1:
+                request_end(folder / "run/launcher/stop", EndRequest(reason="asked"))
+                time.sleep(3)  # the master looks every second
+
+
 def test_a_run_of_a_program_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(tmp_path, num_workers=1) as cluster:
         actor = cluster.policy()
@@ -304,6 +347,9 @@ def test_a_run_of_a_program_is_not_resumed(tmp_path: Path, capsys: pytest.Captur
     ):
         assert cli.main(words) == 2
         assert "of the live program" in capsys.readouterr().err
+    assert cli.main(["report", run_dir]) == 0
+    assert "LiveProgram" in (tmp_path / "run/report.html").read_text()
+    capsys.readouterr()
     assert cli.main(["status", run_dir]) == 0
     said = capsys.readouterr().out
     assert "step 1;" in said

@@ -1,4 +1,4 @@
-"""What a live program declares, as an experiment: its models, data and rewards, and an outline of a round."""
+"""The declarations of a live program as an experiment: its models, data and rewards, and an outline of a round."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

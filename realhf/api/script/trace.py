@@ -258,8 +258,8 @@ class ScriptParameter:
     """A parameter of a script whose methods are calls: a copy of it, which knows the trace and its own name there."""
 
     def in_trace(self, trace: Trace | Callable[[], Trace], name: str) -> Self:
-        """This object as the parameter `name` of a script that is traced; of a live program, whose trace is made when
-        it is asked for."""
+        """This object as the parameter `name` of a script that is traced, or as a model of a live program, whose trace
+        is made when it is first needed."""
         found = copy.copy(self)
         object.__setattr__(found, "_place", (trace, name))
         return found
