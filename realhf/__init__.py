@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-_LAZY = {"osdp": "realhf.wrapping.osdp"}  # these import torch
+_LAZY = {"osdp": "realhf.wrapping.osdp", "start": "realhf.live.cluster"}  # these take a while to import
 
 
 def __getattr__(name: str) -> Any:

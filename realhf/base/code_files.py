@@ -21,6 +21,31 @@ class _SourceLoader(SourceFileLoader):
         return code
 
 
+class ProgramBegins(BaseException):
+    """`realhf.start` raises it in a process that loads a program for its functions alone: what comes behind is not
+    executed."""
+
+
+is_loading = False  # a program, for its functions
+
+
+def load_program(path: str | Path) -> None:
+    """Loads the file of a live program up to `realhf.start`. Raises as `load_code_file`."""
+    global is_loading
+    is_loading = True
+    try:
+        load_code_file(path)
+    except ProgramBegins:
+        pass
+    finally:
+        is_loading = False
+
+
+def module_name(file: Path) -> str:
+    """The name of a file's module: the dataclass machinery looks classes up in sys.modules, so it is unique."""
+    return f"realhf_loaded_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+
+
 def load_code_file(path: str | Path) -> ModuleType:
     """The module in a Python file, loaded anew. Modules in the file's folder can be imported from now on.
 
@@ -29,8 +54,7 @@ def load_code_file(path: str | Path) -> ModuleType:
     file = Path(path).resolve()
     if not file.is_file():
         raise UserError(f"{path}: no such file")
-    # The dataclass machinery looks classes up in sys.modules, hence the entry and its unique name.
-    name = f"realhf_loaded_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    name = module_name(file)
     if file.suffix not in SOURCE_SUFFIXES:
         raise UserError(f"{path}: not a Python file")
     loader = _SourceLoader(name, str(file))

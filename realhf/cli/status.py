@@ -109,7 +109,7 @@ def summary(status: RunStatus) -> list[str]:
     """The lines above the table."""
     workers = workers_in_words(status.num_workers) if status.num_workers else ""
     lines = [f"{status.path}: {', '.join(filter(None, (status.state, status.experiment, workers)))}"]
-    progress = [f"step {status.step} of {status.steps}"]
+    progress = [f"step {status.step} of {status.steps}" if status.steps else f"step {status.step}"]
     if status.speed:
         progress.append(f"{status.speed.step_s:.3g} s a step, {status.speed.tokens_per_s:,.0f} tokens/s")
     if status.remaining_s is not None:
@@ -125,7 +125,7 @@ def summary(status: RunStatus) -> list[str]:
     if status.checkpoints:
         age = f", {duration(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
         lines.append(f"checkpoints: {len(status.checkpoints)}, the newest after step {status.checkpoints[-1]}{age}")
-    if status.step:
+    if status.step and status.steps:  # a live program's cannot be executed again
         oldest = status.checkpoints[0] if status.checkpoints else status.step
         later = f", those after step {oldest} from a checkpoint" if oldest < status.step else ""
         lines.append(f"realhf verify: any of steps 1 to {status.step}, from the beginning{later}")

@@ -210,6 +210,16 @@ class Edge:
     keys: tuple[str, ...] = ()
 
 
+def other_name(name: str, number: int) -> str:
+    """In a live program, that of the `number`-th call which differs from the first one of its name in settings."""
+    return f"{name}~{number}"
+
+
+def first_name(name: str) -> str:
+    """The name that a call had before its settings changed."""
+    return name.partition("~")[0]
+
+
 class DataflowGraph:
     """The validated calls of one step and all edges among the steps.
 
@@ -308,6 +318,10 @@ class DataflowGraph:
 
     def calls_of(self, model_name: str) -> list[ModelFunctionCallDef]:
         return [call for call in self.model_calls.values() if call.model_name == model_name]
+
+    def makes(self, key: str) -> bool:
+        """Whether a call makes a key."""
+        return key in self.producers
 
     def parents(self, name: str) -> list[Edge]:
         return [edge for edge in self.edges if edge.child == name]

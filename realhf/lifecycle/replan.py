@@ -26,7 +26,7 @@ from realhf.planning.task import PlanningTask
 from realhf.report.run_data import lines_under
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.paths import RunDirectory
-from realhf.rundir.run import Run, load_run
+from realhf.rundir.run import Run, load_run, refuse_program
 
 # The budget of a search during a run, unless the request gives one.
 EVALUATIONS = 20_000
@@ -75,6 +75,7 @@ def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
     """The best plan found with the times that were measured under the present one. Changes nothing in the run.
     Raises UserError where too few steps were made under it, or none of its calls has a prediction."""
     run = load_run(directory)
+    refuse_program(run.spec, "realhf replan")
     lines = lines_under(run.plan, read_lines(directory.metrics, step_line).values)[WARM_UP:][-WINDOW:]
     measured = call_factors(lines)
     if not measured:

@@ -20,7 +20,7 @@ from realhf.planning.planner import plan_for
 from realhf.planning.request import PlanRequest, Watch, unwatched
 from realhf.rundir.checkpoints import Choice, RunState, newest_good, step_folder
 from realhf.rundir.paths import RunDirectory
-from realhf.rundir.run import Run, RunSpec, read_spec
+from realhf.rundir.run import Run, RunSpec, read_spec, refuse_program
 from realhf.rundir.status import known_status
 
 # A resumed run may make more steps than were asked for first. All other fields stay as they were.
@@ -34,6 +34,7 @@ def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unw
     experiment is another one or was changed, as is what it reads, or the run has ended.
     """
     saved = read_spec(directory.experiment, RunSpec)
+    refuse_program(saved, "--resume")
     check_working_directory(saved)
     experiment = experiment_of(request.experiment, request.fields, saved)
     _check_unchanged(saved.values, experiment, directory)

@@ -28,7 +28,7 @@ from realhf.rundir.checkpoints import check, saved_steps, step_folder
 from realhf.rundir.lines import Tail, append_line, read_lines, step_line
 from realhf.rundir.outputs import read_outputs
 from realhf.rundir.paths import RunDirectory, workers_in_words
-from realhf.rundir.run import Run, RunSpec, read_spec
+from realhf.rundir.run import Run, RunSpec, read_spec, refuse_program
 from realhf.rundir.samples import Sample, sample_line
 from realhf.rundir.status import EndRequest, request_end
 
@@ -121,6 +121,7 @@ def _checkpoint_before(directory: RunDirectory, step: int) -> int:
 
 def _run(request: VerifyRequest, directory: RunDirectory, line: dict[str, Any], before: int) -> Run:
     saved = read_spec(directory.experiment, RunSpec)
+    refuse_program(saved, "realhf verify")
     check_working_directory(saved)
     # A run that went on with more steps had another schedule before. Older versions do not say how many it was to make.
     of_steps = line.get("of_steps", saved.values["steps"])

@@ -14,11 +14,12 @@ from pathlib import Path
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import writing_a_run
 from realhf.machine.network import own_address
+from realhf.master.live import ProgramQueue
 from realhf.master.master import Master
 from realhf.rundir.logs import logging_to, start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import Run, load_run
-from realhf.rundir.starts import check_start, own_start
+from realhf.rundir.starts import check_start, current_start, own_start
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_master_keys
 from realhf.transport.messages import ToMaster, ToWorker
@@ -33,9 +34,15 @@ _ONCE_MORE_S = 0.1  # between tries to cancel
 TERMINATED = 128 + signal.SIGTERM
 
 
-async def serve(directory: RunDirectory, run: Run, host: str, begun: Callable[[asyncio.Task[None]], None]) -> None:
-    """Runs the experiment, listening on `host`. `begun` gets the task; cancelling it ends the run."""
-    start_id = own_start()
+Begun = Callable[[asyncio.Task[None]], None]
+
+
+async def serve(
+    directory: RunDirectory, run: Run, host: str, begun: Begun, program: ProgramQueue | None = None
+) -> None:
+    """Runs the experiment, or what a live `program` asks for, listening on `host`. `begun` gets the task; cancelling it
+    ends the run."""
+    start_id = own_start() if program is None else current_start(directory)
     keys = load_master_keys(directory.keys, num_workers=run.spec.num_workers)
     check_start(directory, start_id)  # so that these are not the keys of another
     server: Server[ToMaster, ToWorker] = Server(
@@ -44,7 +51,7 @@ async def serve(directory: RunDirectory, run: Run, host: str, begun: Callable[[a
     address = MasterAddress(address=server.address, public_key=keys.own.public.decode())
     try:
         publish_master(directory.rendezvous, address)
-        master = Master(run, directory, server, start_id)
+        master = Master(run, directory, server, start_id, program)
         task = asyncio.ensure_future(master.run())
         begun(task)
         try:
@@ -57,7 +64,7 @@ async def serve(directory: RunDirectory, run: Run, host: str, begun: Callable[[a
         server.close()
 
 
-def carry_out(directory: RunDirectory, run: Run, host: str, begun: Callable[[asyncio.Task[None]], None]) -> int:
+def carry_out(directory: RunDirectory, run: Run, host: str, begun: Begun) -> int:
     """Runs the experiment to its end; returns the exit code. `begun`: see `serve`."""
     try:
         with writing_a_run(), directory.lock(MASTER, wait_s=_LOCK_WAIT_S):

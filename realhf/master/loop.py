@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from realhf.base.errors import RunError
 from realhf.data.rows import DatasetRows
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef, first_name
 from realhf.dataflow.offload import Load, loads_of, models_needed, with_loads
 from realhf.dataflow.plan import CallPlan
 from realhf.dataflow.splits import Split
@@ -60,12 +60,18 @@ def means(stats: Sums) -> dict[str, float]:
 
 @dataclass
 class CallRecord:
-    """A call that has ended, with each worker's reply to its compute phase."""
+    """A call that has ended, with each worker's reply to its compute phase.
+
+    version: of the parameters that it used; None: an earlier training of its step has changed them, or it has no model.
+    makes: the version that it made, None if it made none.
+    """
 
     node: Node
     model: str
     replies: dict[int, Reply] = field(default_factory=dict)
     state: tuple[int, dict[str, float]] | None = None  # and a worker that has left it
+    version: int | None = None
+    makes: int | None = None
 
     def take_state(self, worker: int, state: dict[str, float]) -> None:
         """Notes the numbers that a rank leaves for the next step. Raises RunError if another has left others."""
@@ -116,6 +122,7 @@ class PlannedGraph:
     versions: the version of its parameters that a model uses in a step; None: the graph's rule.
     trained_steps: of an evaluation, the training steps before it.
     devices_per_node: None if all devices are on one node.
+    grows: it has the calls of a live program's round so far, of which every training makes a version.
     """
 
     split: Split
@@ -128,6 +135,7 @@ class PlannedGraph:
     versions: Callable[[str, int], int] | None = None
     trained_steps: int = 0
     devices_per_node: int | None = None
+    grows: bool = False
 
     def samples(self, step: int) -> int:
         """The samples of a step; batches of an evaluation may have fewer than `batch_size`."""
@@ -159,6 +167,26 @@ class PlannedGraph:
         """The version of the parameters that a call uses."""
         return (self.versions or self.graph.weights_version)(self.graph.calls[node.call].model_name, node.step)
 
+    def record(self, node: Node) -> CallRecord:
+        """The record of a node that is about to begin."""
+        model, call = self.model_of(node.call), self.graph.calls.get(node.call)
+        if call is None or call.runs_beside:
+            return CallRecord(node, model)
+        version, made = self.version(node), self.made_version(node)
+        changed = call.trains and not self.grows and call != self._trainings(model)[0]
+        return CallRecord(node, model, version=None if changed else version, makes=made)
+
+    def made_version(self, node: Node) -> int | None:
+        """The version of its model's parameters that a call makes: the last training of a step makes one."""
+        call = self.graph.calls[node.call]
+        if self.split != "train" or not call.trains:
+            return None
+        is_last = self.grows or call == self._trainings(call.model_name)[-1]
+        return self.version(node) + 1 if is_last else None
+
+    def _trainings(self, model: str) -> list[ModelFunctionCallDef]:
+        return [call for call in self.graph.calls_of(model) if call.trains]
+
     def is_copy(self, call: ModelFunctionCallDef) -> bool:
         """Whether a call needs a copy of its model's parameters, in a layout that is not their home's."""
         return not call.runs_beside and self.calls[call.name].layout != self.homes[call.model_name]
@@ -171,6 +199,14 @@ class PlannedGraph:
 
 
 OnSpan = Callable[[int, Span], None]
+
+
+@dataclass
+class OpenSteps:
+    """Steps whose data the workers have: where it lies, and the calls that have begun."""
+
+    directories: dict[int, DataDirectory] = field(default_factory=dict)
+    records: dict[Node, CallRecord] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -227,13 +263,17 @@ class Dispatcher:
         order: list[tuple[str, int]],
         max_steps_in_flight: int,
         on_step: Callable[[int, list[CallRecord]], None],
+        opened: OpenSteps | None = None,
     ) -> bool:
-        """Runs all calls of `order`; `on_step` gets the calls of a step when all of them have ended. Returns whether
-        it was all: after `end_soon` only the steps that have begun are ended."""
+        """Runs all calls of `order`; `on_step` gets the calls of a step when all of them have ended, and its data is
+        freed. Returns whether it was all: after `end_soon` only the steps that have begun are ended.
+
+        Steps that are `opened` stay so, for further calls, until `finish`.
+        """
         is_whole = True
         queue = CallQueue(planned.graph, with_loads(order, planned.loads), planned.devices, max_steps_in_flight)
-        directories: dict[int, DataDirectory] = {}
-        records: dict[Node, CallRecord] = {}
+        steps = opened or OpenSteps()
+        directories, records = steps.directories, steps.records
         pending: dict[Node, int] = {}
 
         async def perform(actions: list[Action]) -> None:
@@ -241,13 +281,10 @@ class Dispatcher:
                 match action:
                     case Issue(node):
                         directory = directories.setdefault(node.step, DataDirectory(planned.devices_per_node))
-                        records[node] = CallRecord(node, planned.model_of(node.call))
+                        records[node] = planned.record(node)
                         pending[node] = await self._issue(planned, node, directory)
-                    case FinishStep(step):
-                        del directories[step]
-                        for worker in range(self._num_workers):
-                            await self._send(worker, FreeBatch(batch=BatchKey(planned.split, step)))
-                        on_step(step, [records.pop(node) for node in sorted(records) if node.step == step])
+                    case FinishStep(step) if opened is None:
+                        on_step(step, await self.finish(planned.split, step, steps))
 
         await perform(queue.start())
         while not queue.finished:
@@ -269,11 +306,18 @@ class Dispatcher:
                 pending[node] = left
                 continue
             if planned.split == "train" and record.state is not None:
-                self.states[node.call] = record.state[1]
+                self.states[first_name(node.call)] = record.state[1]
             await self._push(planned, node, directories[node.step])
             await perform(queue.ended(node))
         await self._drain()
         return is_whole
+
+    async def finish(self, split: Split, step: int, steps: OpenSteps) -> list[CallRecord]:
+        """Has the workers forget a step's data; returns its calls."""
+        del steps.directories[step]
+        for worker in range(self._num_workers):
+            await self._send(worker, FreeBatch(batch=BatchKey(split, step)))
+        return [steps.records.pop(node) for node in sorted(steps.records) if node.step == step]
 
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]], *, is_last: bool) -> None:
         """Has every worker in `writers` write its boxes of the given models; returns when training may go on."""
@@ -313,6 +357,9 @@ class Dispatcher:
             await self._moves.prepare(node, definition.model_name, layout, devices, movers, request, message)
         parts = _parts(planned, definition, node.step, directory)
         assert parts is not None, "its inputs have been made"
+        if planned.grows:  # they were made before anyone knew that this call would read them
+            made = [key for key in definition.input_data if key in planned.graph.producers]
+            await self._transfer(planned, definition, node.step, parts, made, directory)
         await self._send_call(planned, node, parts)
         if is_copy:
             for worker in layout.mesh.devices:
@@ -348,7 +395,7 @@ class Dispatcher:
         The lengths of one key decide which rank of a consumer gets a sample. Outputs that are produced before that key
         are sent once its lengths are known, so the division does not depend on which of two calls ends first.
         """
-        batch, graph, samples = BatchKey(planned.split, node.step), planned.graph, planned.samples(node.step)
+        graph, samples = planned.graph, planned.samples(node.step)
         for consumer in graph.calls.values():
             dividing = length_key(graph, consumer)
             if dividing is None:
@@ -362,11 +409,23 @@ class Dispatcher:
                 for key in consumer.input_data
                 if (divides or graph.producers.get(key) == node.call) and directory.lengths(key, samples)
             ]
-            layout = planned.calls[consumer.name].layout
-            for moves_of in directory.plan_transfer(layout, parts, keys, consumer.protocol):
-                for worker, moves in sorted(moves_of.items()):
-                    message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
-                    await self._send(worker, message)
+            await self._transfer(planned, consumer, node.step, parts, keys, directory)
+
+    async def _transfer(
+        self,
+        planned: PlannedGraph,
+        consumer: ModelFunctionCallDef,
+        step: int,
+        parts: Partition,
+        keys: Iterable[str],
+        directory: DataDirectory,
+    ) -> None:
+        """Sends what workers of a call lack of `keys`."""
+        batch, layout = BatchKey(planned.split, step), planned.calls[consumer.name].layout
+        for moves_of in directory.plan_transfer(layout, parts, keys, consumer.protocol):
+            for worker, moves in sorted(moves_of.items()):
+                message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
+                await self._send(worker, message)
 
     async def _send_call(self, planned: PlannedGraph, node: Node, parts: Partition) -> None:
         definition, plan = planned.graph.calls[node.call], planned.calls[node.call]
@@ -398,9 +457,10 @@ class Dispatcher:
                     mini_batches=tuple(mini_batches),
                     micro_batches=plan.micro_batches,
                     version=version,
+                    makes_version=None if definition.runs_beside else planned.made_version(node),
                     decode_graphs=plan.compute.decode_graphs,
                     kv_cache_tokens=plan.compute.kv_cache_tokens,
-                    state=self.states.get(node.call, {}) if batch.split == "train" else {},
+                    state=self.states.get(first_name(node.call), {}) if batch.split == "train" else {},
                     trained_steps=planned.trained_steps,
                 ),
             )

@@ -9,7 +9,7 @@ from functools import cached_property
 from msgspec.structs import asdict, replace
 
 from realhf.base.errors import RunError, UserError
-from realhf.base.files import writing_a_run
+from realhf.base.files import delete, writing_a_run
 from realhf.data.inputs import check_inputs
 from realhf.data.rows import DatasetRows, rows_of
 from realhf.dataflow.copies import with_copies
@@ -19,6 +19,7 @@ from realhf.master.clocks import WorkerClocks
 from realhf.master.drift import DriftWatch, reported_calls
 from realhf.master.early_stop import EarlyStop, Verdict
 from realhf.master.key_value_store import KeyValueStore
+from realhf.master.live import Interrupted, ProgramQueue, Rounds, Save, Segment
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph, Sums, added_up, means
 from realhf.master.milestones import Milestones
 from realhf.master.outputs import step_outputs
@@ -73,9 +74,19 @@ _LOOK_S = 0.05  # and how often it looks for them
 
 
 class Master:
-    """Runs one experiment over workers that connect to `server`, all of the start `start_id` (`rundir.starts`)."""
+    """Runs one experiment over workers that connect to `server`, all of the start `start_id` (`rundir.starts`): the
+    steps of its graph, or what a live `program` asks for."""
 
-    def __init__(self, run: Run, directory: RunDirectory, server: "Server[ToMaster, ToWorker]", start_id: str = ""):
+    def __init__(
+        self,
+        run: Run,
+        directory: RunDirectory,
+        server: "Server[ToMaster, ToWorker]",
+        start_id: str = "",
+        program: ProgramQueue | None = None,
+    ):
+        self._program = program
+        self._planned_steps: int = 0 if program else run.experiment.steps  # 0: nobody knows
         self._run, self._directory, self._server, self._start_id = run, directory, server, start_id
         self._num_workers = run.spec.num_workers
         self._recorder = ActivityWriter(directory.activity(MASTER))
@@ -156,6 +167,46 @@ class Master:
             state = read_state(step_folder(self._directory.checkpoints, step))
             self._dispatcher.states = state.calls
             self._weights.begin_with(state.weights, step, state.states)
+        await (self._make_steps(step, steps) if self._program is None else self._serve(self._program))
+        for worker in range(self._num_workers):
+            await self._server.send(worker, Shutdown())
+
+    async def _serve(self, program: ProgramQueue) -> None:
+        """Does what a live program asks for, until it ends or somebody asks for the end. Then there is a checkpoint."""
+        rounds = Rounds(self._run, self._dispatcher)
+        self._saver.made_steps = lambda model, _: rounds.optimizer_steps[model]
+        program.open()
+        while (request := await program.get()) is not None:
+            self._recorder.set(f"round {self._step + 1}")
+            found: dict[str, dict[str, float]] = {}
+            match request:
+                case Segment():
+                    found = await rounds.carry_out(request)
+                    if request.ends and (records := await rounds.finish(request.round)):
+                        self._record_step(request.round, records)
+                case Save(step=step):
+                    await self._save(step, rounds)
+            if self._end_request is not None:
+                self._ending = "stopped"
+                self._why_early = f"ended after step {self._step}, {self._end_request.in_words}"
+                request.done.set_exception(Interrupted(self._why_early))
+                break
+            request.done.set_result(found)
+        await self._save(self._step, rounds)
+
+    async def _save(self, step: int, rounds: Rounds) -> None:
+        """Writes a checkpoint, unless there is one of the same weights and step."""
+        folder = step_folder(self._directory.checkpoints, step)
+        if not step or not self._run.changing_models or (folder.exists() and not rounds.is_changed):
+            return
+        if folder.exists():  # of the same round, before a further update
+            await asyncio.to_thread(delete, folder)
+        await self._saver.begin(step, self._statistics)
+        await self._saver.settle()
+        rounds.is_changed = False
+
+    async def _make_steps(self, step: int, steps: int) -> None:
+        """The steps from `step` on, with their evaluations and checkpoints."""
         if not self._is_evaluated(step):  # a run that goes on may have been
             await self._evaluate(step)
         verdict = None
@@ -196,8 +247,6 @@ class Master:
             found = str(best) if best.is_dir() else "none"
             self._why_early = self._early.in_words(step, verdict, found)
             logger.info("%s", self._why_early)
-        for worker in range(self._num_workers):
-            await self._server.send(worker, Shutdown())
 
     def _judge(self) -> Verdict | None:
         """The verdict of early stopping after the last evaluation, whose best checkpoint is kept; None without it.
@@ -292,10 +341,9 @@ class Master:
         check_start(self._directory, self._start_id)
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
-        of_steps = self._run.experiment.steps
-        metrics |= {"of_steps": of_steps, "num_workers": self._num_workers, "plan": self._plan_digest}
+        metrics |= {"of_steps": self._planned_steps, "num_workers": self._num_workers, "plan": self._plan_digest}
         for record in records:
-            if record.node.call in self._run.experiment.graph.calls:
+            if record.node.call in self._run.experiment.graphs["train"].calls:
                 reply = next(iter(record.replies.values()))  # it is of all workers
                 metrics["calls"][record.node.call]["weights_version"] = reply.weights_version
         digests = self._weights.of_step("train", step, records)
@@ -476,7 +524,8 @@ class Master:
             if self._end_request is None and (request := requested_end(self._directory.stop)):
                 logger.info("no further step is begun: the run ends %s", request.in_words)
                 self._end_request = request
-                self._dispatcher.end_soon()
+                if self._program is None:
+                    self._dispatcher.end_soon()
             late = {worker: request.deadline_s for worker, request in self._dispatcher.late().items()}
             if silent := self._signs.silent(SUSPICIOUS_SILENCE_S if late else HEARTBEAT_TIMEOUT_S):
                 raise await self._with_stacks(self._signs.silence(silent))
@@ -504,6 +553,6 @@ class Master:
 
     def _write_status(self, state: RunState, message: str = "", blamed: Iterable[int] = ()) -> None:
         self._state = state
-        steps = self._run.experiment.steps
+        steps = self._planned_steps
         status = Status(state=state, step=self._step, steps=steps, message=message, blamed=tuple(sorted(blamed)))
         write_status(self._directory.status, status)

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
@@ -51,6 +51,8 @@ class Saver:
         self._error: RunError | None = None  # the present checkpoint's
         self._failures = 0  # in a row
         self.saved_step = 0
+        # Optimizer steps of a model in the first steps of the run.
+        self.made_steps: Callable[[str, int], int] = lambda model, step: step * run.optimizer_steps(model)
         self.kept_step: int | None = None  # its checkpoint is not removed: the best by early stopping
 
     async def begin(self, step: int, statistics: Mapping[str, float]) -> None:
@@ -171,7 +173,7 @@ class Saver:
             num_workers=run.spec.num_workers,
             plan_sha256=plan_digest(run.plan),
             optimizer_steps={
-                model: self._initial_steps[model] + step * run.optimizer_steps(model)
+                model: self._initial_steps[model] + self.made_steps(model, step)
                 for model in self._owners
                 if run.optimizer_steps(model)
             },

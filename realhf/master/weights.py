@@ -89,32 +89,29 @@ class WeightsWatch:
         Raises:
             RunError: values are not those of their version, or differ between ranks.
         """
-        graph, found = self._run.experiment.graphs[split], {}
+        graph = self._run.experiment.graphs[split]
+        found: dict[str, dict[str, str]] = {}
         calls = [(graph.calls[r.node.call], r) for r in records if r.node.call in graph.calls]
         for call, record in calls:
             used = {worker: reply.used_weights for worker, reply in record.replies.items() if reply.used_weights}
-            if used and (not call.trains or call == self._trainings(call.model_name)[0]):
-                version = self._run.experiment.graph.weights_version(call.model_name, step)
+            if used and record.version is not None:
                 whose = f"{call.name} of step {step + 1}" if split == "train" else f"{call.name} of {split}"
-                found[call.name] = {"weights": self._compared(split, call, version, whose, used)}
+                found[call.name] = {"weights": self._compared(split, call, record.version, whose, used)}
         for call, record in calls:
             for field, at, whose in (
-                ("used_states", step, f"{call.name} of step {step + 1}"),
-                ("made_states", step + 1, f"the result of {call.name} of step {step + 1}"),
+                ("used_states", record.version, f"{call.name} of step {step + 1}"),
+                ("made_states", record.makes, f"the result of {call.name} of step {step + 1}"),
             ):
                 if sums := {worker: of for worker, reply in record.replies.items() if (of := getattr(reply, field))}:
                     name = field.replace("used_", "").replace("made_", "new_")
                     found.setdefault(call.name, {})[name] = self._compared_states(call, at, whose, sums)
         for call, record in calls:
             made = {worker: reply.made_weights for worker, reply in record.replies.items() if reply.made_weights}
-            if made:
+            if made and record.makes is not None:
                 whose = f"the result of {call.name} of step {step + 1}"
-                digest = self._compared(split, call, step + 1, whose, made)
+                digest = self._compared(split, call, record.makes, whose, made)
                 found.setdefault(call.name, {})["new_weights"] = digest
         return found
-
-    def _trainings(self, model: str) -> list[ModelFunctionCallDef]:
-        return [call for call in self._run.experiment.graph.calls_of(model) if call.trains]
 
     def _compared(
         self, split: Split, call: ModelFunctionCallDef, version: int, whose: str, sums: Mapping[int, Sequence[int]]
@@ -133,15 +130,18 @@ class WeightsWatch:
         return weights_digest(found.sums)
 
     def _compared_states(
-        self, call: ModelFunctionCallDef, step: int, whose: str, sums: Mapping[int, Sequence[int]]
+        self, call: ModelFunctionCallDef, step: int | None, whose: str, sums: Mapping[int, Sequence[int]]
     ) -> str:
-        """The digest of the optimizer states of a training's model after so many steps, after comparing them."""
+        """The digest of the optimizer states of a training's model after so many steps, after comparing them; None:
+        between two trainings of a step, where there is nothing to compare with."""
         model, run = call.model_name, self._run
         dtype, placement = run.experiment.setups[model].dtype, run.placement(model)
         boxes = partial(_state_boxes, run.experiment.graph.models[model], placement, dtype)
         known, expected = self._states.get(model, (step, None))
-        found = _checked(model, step, whose, _holders(model, whose, sums, boxes), expected if known == step else None)
-        self._states[model] = step, found
+        expected = expected if known == step else None
+        found = _checked(model, step or 0, whose, _holders(model, whose, sums, boxes), expected)
+        if step is not None:
+            self._states[model] = step, found
         return weights_digest(found.sums)
 
     def _expected(self, model: str, version: int) -> _Values | None:

@@ -80,7 +80,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     done = max([line["step"] for line in run.metrics], default=status.step if status else 0)
     predicted = f"{plan.predicted_step_s:.3g} s predicted" if plan and plan.predicted_step_s else "no prediction"
     return [
-        (f"{done} of {status.steps}" if status else str(done), "steps"),
+        (f"{done} of {status.steps}" if status and status.steps else str(done), "steps"),
         (_number(run.tokens_per_s, ",.0f"), "tokens/s, whole run"),
         ("-" if step_s is None else f"{step_s:.3g} s", f"a step (median); {predicted}"),
         (str(plan.num_devices) if plan else "-", "device" if plan and plan.num_devices == 1 else "devices"),

@@ -152,7 +152,7 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         num_workers=plan.num_devices if plan else None,
         silent_s=silent_s,
         speed=speed,
-        remaining_s=speed.step_s * (steps - step) if speed and state == "running" else None,
+        remaining_s=speed.step_s * (steps - step) if speed and steps and state == "running" else None,
         trends=trends_of(_over_the_run(directory, metrics)),
         evaluations=tuple(evaluations[:1] + evaluations[1:][-LAST_EVALUATIONS:]),
         processes=_processes(directory, plan, metrics, now_s, was_good=state == FINISHED),

@@ -59,7 +59,7 @@ def prepare(run: Run, directory: RunDirectory) -> None:
     write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(run.spec), indent=2) + b"\n")
     if directory.plan.exists() and digest_in(directory.plan) != plan_digest(run.plan):
         directory.plan.rename(_next_name(directory.plan))
-    write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
+    write_status(directory.status, Status(state="starting", step=step, steps=run.planned_steps))
     save_plan(run.plan, directory.plan)
     make_run_keys(directory.keys, num_workers=run.spec.num_workers)
 

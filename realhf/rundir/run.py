@@ -28,6 +28,7 @@ from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
 from realhf.models.checkpoint_index import initial_optimizer_steps, optimizer_kinds
 from realhf.planning.model.hardware import Hardware
+from realhf.rundir.live import load_live
 from realhf.rundir.paths import RunDirectory
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     them, and `changed_shares` by model the measured part of the bytes of copies that get only what changed;
     `ignores_runs`: it was made without the measurements of finished runs. Deadlines: see `Deadlines`. The master
     listens on `master_address`, else on that of `network_interface`, else of its host's name. `hardware` is that of the
-    plan; planning again is for the same, and workers check that they are on it.
+    plan; planning again is for the same, and workers check that they are on it. `declared`: of a live program, by name
+    the classes of what it has declared (`realhf.rundir.live`); then `experiment_file` is the program, "" for none.
 
     Raises:
         UserError: at construction, a number is out of its range.
@@ -96,6 +98,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     working_directory: str
     num_workers: int
     devices_per_node: int
+    declared: dict[str, str] = {}
     record: Annotated[
         tuple[str, ...], _record("write the data of these keys in every step to rollouts/", metavar="KEY", is_list=True)
     ] = ()
@@ -272,6 +275,11 @@ class Run:
         longest_s = max(seconds or 0.0 for seconds in predicted)
         return Deadlines(self.spec.call_timeout_s, self.spec.deadline_factor, longest_s)
 
+    @property
+    def planned_steps(self) -> int:
+        """How many steps it is to make; 0: nobody knows."""
+        return 0 if self.spec.declared else self.experiment.steps
+
     def changed(self, plan: ExecutionPlan | None = None, **fields: Any) -> "Run":
         """This run with other fields of its specification; under `plan`, if one is given."""
         return Run(msgspec.structs.replace(self.spec, **fields), self.experiment, plan or self.plan)
@@ -298,21 +306,25 @@ class Run:
         return [name for name in graph.models if self.optimizer_steps(name) or setups[name].follows]
 
     def call_plan(self, split: Split, call: ModelFunctionCallDef) -> CallPlan:
-        """How a call runs, one beside the devices too. In evaluation it runs as its twin in training: generation
-        without chunks, and in the micro-batches of a twin that generates; anything else in one micro-batch."""
-        if split == "train":
+        """How a call runs, one beside the devices too. In evaluation, and in a live program, it runs as its twin in the
+        planned graph: generation without chunks, and in the micro-batches of a twin that generates. Anything else is in
+        one micro-batch, unless a program calls what its twin is."""
+        if split == "train" and call.name in self.experiment.graph.calls:
             return self.plan.of_call(self.experiment.graph, call.name, self.batch_size(split))
         if call.runs_beside:
             place = self.experiment.graphs[split].calls[self.experiment.graphs[split].place_of(call.name)]
             return beside_plan(self.call_plan(split, place), self.batch_size(split))
         name = evaluation_twin(self.experiment.graph, call)
-        twin, both_generate = self.plan.calls[name], call.generates and self.experiment.graph.calls[name].generates
-        chunks, micro_batches = 1 if call.generates else twin.chunks, twin.micro_batches if both_generate else 1
+        twin = self.plan.calls[name]
+        is_alike = self.experiment.graph.calls[name].interface_type is call.interface_type
+        as_twin = is_alike and (call.generates or split == "train")
+        chunks, micro_batches = 1 if call.generates else twin.chunks, twin.micro_batches if as_twin else 1
         return msgspec.structs.replace(twin, micro_batches=micro_batches, chunks=chunks, copy_from=None)
 
     def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:
         """All calls of training and evaluation, and where they run."""
-        calls = ((split, call) for split, graph in self.experiment.graphs.items() for call in graph.calls.values())
+        graphs = self.experiment.graphs | {"train": self.experiment.graph}
+        calls = ((split, call) for split, graph in graphs.items() for call in graph.calls.values())
         return [(call, self.call_plan(split, call).layout) for split, call in calls]
 
     def check(self) -> None:
@@ -422,6 +434,16 @@ def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any
     return next(iter(classes.values()))
 
 
+def refuse_program(spec: RunSpec, command: str) -> None:
+    """Raises UserError where a command needs the graph of a declared experiment, and the run is a live program's."""
+    if spec.declared:
+        raise UserError(
+            f"{command} is for runs of declared experiments, and this one is of the live program "
+            f"{spec.experiment_file or 'of a notebook'}, which decides as it goes on; start the program again with "
+            "another run_dir, from what `save` has written"
+        )
+
+
 class OtherRunVersionError(UserError):
     """Another version of realhf has written a run directory."""
 
@@ -465,6 +487,9 @@ def load_run(directory: RunDirectory) -> Run:
             f"{directory.experiment} names the working directory {spec.working_directory}, which cannot be entered: "
             f"{error}"
         ) from None
+    if spec.declared:
+        live = load_live(spec.experiment_file, spec.values, spec.declared, directory.calls)
+        return Run(spec, live, load_plan(directory.plan))
     cls, plan = load_experiment_class(spec.experiment_file, spec.experiment_class), load_plan(directory.plan)
     experiment = ResolvedExperiment(saved_experiment(spec, cls, spec.experiment_file), plan.staleness)
     return Run(spec, experiment, plan)

@@ -146,7 +146,8 @@ class OffloadModel(Message, frozen=True, kw_only=True):
 class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j.
 
-    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `decode_graphs`: how long
+    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`, and `makes_version` the one
+    that a training makes, if it is the last one of the step; `decode_graphs`: how long
     they live by the plan, and `kv_cache_tokens` the room that it gives for keys and values; `state` has the numbers
     that the call left in the step before (`realhf.engine.interface.Context.state`); `trained_steps`: of an evaluation,
     the training steps before it.
@@ -159,6 +160,7 @@ class CallFunction(Message, frozen=True, kw_only=True):
     mini_batches: tuple[tuple[Count, ...], ...]
     micro_batches: Count
     version: int
+    makes_version: Count | None = None
     decode_graphs: GraphLife | None = None
     kv_cache_tokens: Count | None = None
     state: dict[str, float] = {}

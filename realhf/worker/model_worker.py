@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from realhf.data.rows import rows_of
+from realhf.data.rows import DatasetRows, rows_of
 from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef, ModelInterfaceType
 from realhf.dataflow.splits import Split
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
@@ -95,7 +95,8 @@ class ModelWorker:
             groups_of_broadcasts(run),
         )
         self._graphs = run.experiment.graphs
-        self._readers = {split: rows_of(run, split) for split in run.experiment.graphs}
+        # Of a live program that has made no call, nobody knows yet how many samples a row has.
+        self._readers = {split: rows_of(run, split) for split, graph in self._graphs.items() if graph.calls}
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
         self._reading = threading.Lock()  # guards the data sets: calls, and calls beside the devices, read them
@@ -137,7 +138,7 @@ class ModelWorker:
 
     def _handle(self, request: Request) -> Reply | None:
         match request:
-            case CallFunction(batch=batch, call=call) if call in self._graphs[batch.split].beside:
+            case CallFunction(batch=batch, call=call) if self._graphs[batch.split].calls[call].runs_beside:
                 self._hand_on(request)
             case CallFunction():
                 return self._call(request)
@@ -188,6 +189,16 @@ class ModelWorker:
                     loaded[split, call.name] = load_interface(call)
         return loaded
 
+    def _interface(self, split: Split, call: ModelFunctionCallDef) -> Any:
+        if (split, call.name) not in self._interfaces:  # a live program has made the call since the start
+            self._interfaces[split, call.name] = load_interface(call)
+        return self._interfaces[split, call.name]
+
+    def _rows(self, split: Split) -> DatasetRows:
+        if split not in self._readers:
+            self._readers[split] = rows_of(self._run, split)
+        return self._readers[split]
+
     def _build_home(self, name: str, home: Layout) -> EngineModel:
         run, setup, computation = self._run, self._run.experiment.setups[name], self._run.computations[name]
         steps = run.experiment.steps * run.optimizer_steps(name)
@@ -221,18 +232,18 @@ class ModelWorker:
         if split == "train" and definition.trains and self._weights.are_states_due(definition.model_name, step):
             used_states = self._summed_states(request, model, digests)
         with self._timed("compute", f"{request.call} of {request.batch}") as span, traffic() as sent:
-            tokens_before = model.tokens_processed
-            result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
+            tokens_before, steps_before = model.tokens_processed, model.optimizer_steps
+            result = run_interface(self._interface(split, definition), definition, model, mini_batches, context)
             if definition.trains:
-                complete_schedule(definition, model, self._steps_through(definition, step))
+                complete_schedule(definition, model, steps_before + definition.optimizer_steps)
             outputs = {}
             if context.holds_outputs:  # within the time of the call, since a GPU may be at work until they are there
                 kept = {*definition.output_data, *self._run.spec.record}
                 outputs = {key: moved(column, HOST) for key, column in result.outputs.items() if key in kept}
         made: tuple[int, ...] = ()
         made_states: tuple[int, ...] = ()
-        if split == "train" and definition.trains and definition == self._trainings(definition.model_name)[-1]:
-            model.residency.begin_at_version(step + 1)
+        if request.makes_version is not None:
+            model.residency.begin_at_version(request.makes_version)
             made = self._summed(request, definition, model, digests)
             made_states = self._summed_states(request, model, digests)
         reply = Reply(
@@ -292,11 +303,12 @@ class ModelWorker:
         split, what = request.batch.split, f"{request.call} of {request.batch}"
         definition = self._graphs[split].calls[request.call]
         context, wait = self._context(request, definition), self._collect(request, definition)
+        interface = self._interface(split, definition)
         inputs = [self._inputs(request, definition, ids) for ids in request.mini_batches]
 
         def run() -> Reply:
             start = now_s()
-            result = run_interface(self._interfaces[split, definition.name], definition, None, inputs, context)
+            result = run_interface(interface, definition, None, inputs, context)
             described = self._keep(request, definition, result.outputs)
             span = Span("beside", what, start, now_s())
             return Reply(
@@ -313,7 +325,7 @@ class ModelWorker:
 
     def _context(self, request: CallFunction, definition: ModelFunctionCallDef) -> CallContext:
         split = request.batch.split
-        batch_size, own_parts = self._readers[split].samples(request.batch.step), 0
+        batch_size, own_parts = self._rows(split).samples(request.batch.step), 0
         if definition.reproducible and definition.trains:
             own_parts = gradient_parts(definition.mini_batch_size(batch_size)) // request.layout.strategy.dp
         return CallContext(
@@ -335,7 +347,7 @@ class ModelWorker:
 
     def _records(self, split: Split, step: int, ids: Sequence[int]) -> list[dict[str, Any]]:
         with self._reading:
-            return self._readers[split].records(step, ids)
+            return self._rows(split).records(step, ids)
 
     def _completions(
         self,
@@ -346,7 +358,7 @@ class ModelWorker:
     ) -> tuple[Completion, ...]:
         batch, number = request.batch, self._run.spec.samples if self._run.experiment.steps else None
         with self._reading:
-            return completions(definition, batch, data, result, self._readers[batch.split], number)
+            return completions(definition, batch, data, result, self._rows(batch.split), number)
 
     def _collect(self, request: CallFunction, definition: ModelFunctionCallDef) -> Span | None:
         """Waits for the inputs that are on their way here; returns that wait, if there was one."""
@@ -362,7 +374,7 @@ class ModelWorker:
         batch, graph = request.batch, self._graphs[request.batch.split]
         from_rows = [key for key in definition.input_data if key in graph.dataset_keys]
         with self._reading:
-            rows = self._readers[batch.split].tokens(batch.step, ids)
+            rows = self._rows(batch.split).tokens(batch.step, ids)
         columns = {key: [torch.tensor(row[key], dtype=torch.int64) for row in rows] for key in from_rows}
         made = [key for key in definition.input_data if key in graph.producers]
         samples = self._store.add_columns(batch, Batch(ids, columns), made)
@@ -396,15 +408,6 @@ class ModelWorker:
         if recorded and request.batch.split == "train":
             rollouts.record(self._directory.rollouts, request.batch.step, definition.name, self._rank, recorded, ids)
         return {key: describe(ids, outputs[key]) for key in definition.output_data}
-
-    def _trainings(self, model: str) -> list[ModelFunctionCallDef]:
-        return [call for call in self._run.experiment.graph.calls_of(model) if call.trains]
-
-    def _steps_through(self, call: ModelFunctionCallDef, step: int) -> int:
-        """Optimizer steps of the call's model, from its first one to the last of the call in `step`."""
-        trainings = self._trainings(call.model_name)
-        before = self._run.initial_steps[call.model_name] + step * self._run.optimizer_steps(call.model_name)
-        return before + sum(made.optimizer_steps for made in trainings[: trainings.index(call) + 1])
 
     def _save(self, request: SaveCheckpoint) -> None:
         snapshots = {}

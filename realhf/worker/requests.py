@@ -54,9 +54,9 @@ def _not_planned(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
             ):
                 return f"the release of a copy of {model} that the plan does not have"
         case Transfer(batch=batch, sends=sends, receives=receives):
-            keys = {key for call in run.experiment.graphs[batch.split].calls.values() for key in call.output_data}
+            makes = run.experiment.graphs[batch.split].makes
             ends = [(each.peer, each.key) for each in sends] + [(each.peer, each.key) for each in receives]
-            if any(peer >= run.spec.num_workers or key not in keys for peer, key in ends):
+            if any(peer >= run.spec.num_workers or not makes(key) for peer, key in ends):
                 return f"a transfer of {batch} of keys or workers that the run does not have"
         case FollowParameters(name=name) if name not in run.experiment.graph.follows:
             return f"to follow {name}, which is no such node"

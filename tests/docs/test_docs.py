@@ -85,6 +85,7 @@ RUN_HERE = {
     "--reward sorted_rewards.py:in_order --num-workers 1 --steps 1 --run-dir runs/probed": (
         "--batch-size 8 --reinforce.max-new-tokens 8"
     ),
+    "python train.py": "",
     "realhf --version": "",
     "realhf doctor": "",
     "torchrun --standalone --nproc-per-node 2 train_osdp.py": "",
@@ -232,12 +233,12 @@ RUN_ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder: the ready experiments, the files of docs/experiments.md, docs/scripts.md, docs/osdp.md
-    and docs/data.md."""
+    """A user's folder: the ready experiments, the files of docs/experiments.md, docs/scripts.md, docs/osdp.md,
+    docs/live.md and docs/data.md."""
     path = tmp_path_factory.mktemp("docs")
     write_data_files(path)
     shutil.copytree(ROOT / "experiments", path / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
-    pages = [Document(ROOT / f"docs/{name}.md") for name in ("experiments", "scripts", "osdp")]
+    pages = [Document(ROOT / f"docs/{name}.md") for name in ("experiments", "scripts", "osdp", "live")]
     for block in (block for page in pages for block in page.blocks("python")):
         first, _, code = block.partition("\n")
         assert first.startswith("# file: "), f"a python block begins with '# file: NAME', not {first!r}"

@@ -307,3 +307,25 @@ class OwnRule(OwnMethod):
     """An own method that does not use its model."""
 
     uses_model: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch(ScriptCall):
+    """INFERENCE beside the devices: writes the columns of `batch` for a live program, into `folder`/step-N. No outputs.
+
+    title: the name of the files, of each call of a round another.
+    """
+
+    implementation: ClassVar[str] = "realhf.worker.program_values:FetchInterface"
+    uses_model: ClassVar[bool] = False
+    runs_beside: ClassVar[bool] = True
+
+    folder: str
+    title: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Fetch):
+    """INFERENCE beside the devices: reads a column that a live program has written into `folder`/step-N."""
+
+    implementation: ClassVar[str] = "realhf.worker.program_values:GivenInterface"

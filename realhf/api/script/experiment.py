@@ -118,6 +118,12 @@ class ScriptExperiment:
         return {**self._of_kind(ScriptModel), **models_of_rewards(self._rewards(self._first_data.data))}
 
     @cached_property
+    def architectures(self) -> dict[str, DecoderConfig]:
+        """Of every model, by its name."""
+        heads = {name: model.HEAD for name, model in self._models.items()}
+        return {name: self._sources[name].architecture.with_head(head) for name, head in heads.items()}
+
+    @cached_property
     def rpcs(self) -> Sequence[ModelFunctionCallDef]:
         trace = self._trace()
         _check(type(self), trace, list(self._models), list(self._of_kind(ScriptData)))
@@ -252,9 +258,8 @@ class ScriptExperiment:
 
     def _trace(self, *, held_out: str = "") -> Trace:
         """The calls of training, or of an evaluation on `held_out`."""
-        heads = {name: model.HEAD for name, model in self._models.items()}
         trace = Trace(
-            {name: self._sources[name].architecture.with_head(head) for name, head in heads.items()},
+            self.architectures,
             self.mini_batches,
             self._tokenizer,
             self._end_tokens,

@@ -97,8 +97,14 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
             follows=self.follows,
         )
 
+    def save(self, path: str) -> None:
+        """In a live program: writes the model as it is now, as a Hugging Face directory. Raises UserError where `path`
+        exists."""
+        self._trace.save(self._name, path)
+
     def _columns(self, given: Any, method: str) -> SymbolicColumns:
         if isinstance(given, SymbolicColumns):
+            self._trace.check_columns(given)
             return given
         what = repr(given) if isinstance(given, Symbolic | ScriptModel) else f"a {type(given).__name__}"
         raise script_error(f"{self._name}.{method} reads columns of the step, and was given {what}; {ROLLOUT}")
@@ -112,7 +118,7 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
         if not read._origin.is_open:
             view = View(tuple(pair for pair in view.columns if pair[0] in needs))
         suffix = request.name or read._origin.suffix
-        request = dataclasses.replace(request, name=suffix)
+        request = trace.named(dataclasses.replace(request, name=suffix))
         keys = trace.keys(request)
         config = kind(batch=view, outputs=tuple(keys.values()), reports=trace.read(view), **settings)
         trace.add(request, config, in_reading_order(view))
@@ -127,11 +133,11 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
         mini_batches: int | None,
         max_kl: float | None,
         name: str,
-    ) -> None:
+    ) -> Any:
         trace, terms = self._trace, [self._term("update", *one) for one in (term, *also)]
         if trace.is_evaluation:
             self._measure(terms[0], name)
-            return
+            return None
         if len(terms) > 1 and any(one.rows == "pairs" for one in terms):
             raise script_error(
                 f"{self._name}.update has several losses, one of them on pairs, whose two sequences make a batch of "
@@ -155,7 +161,8 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
             name=name,
             mini_batches=mini_batches or trace.mini_batches,
         )
-        trace.add(request, config, [key for one in terms for key in in_reading_order(one.batch)])
+        trace.add(trace.named(request), config, [key for one in terms for key in in_reading_order(one.batch)])
+        return trace.report()
 
     def _measure(self, term: Term, name: str) -> None:
         """In an evaluation: the loss of rows of the data, in place of an update."""
@@ -165,7 +172,7 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
         config = Measure(**vars(term), reports=self._trace.read(term.batch), prefix=self._name)
         self._trace.add(request, config, in_reading_order(term.batch))
 
-    def compute_loss(self, batch: Data, loss: BoundLoss | LossFunction, *, name: str = "") -> None:
+    def compute_loss(self, batch: Data, loss: BoundLoss | LossFunction, *, name: str = "") -> Any:
         """The statistics that an update on `batch` would give before its step, of the same loss; trains nothing. Their
         names begin with `name`, by default with `computed`.
 
@@ -181,10 +188,11 @@ class ScriptModel(OptimizerConfig, ScriptParameter):
                 )
         term = self._term("compute_loss", batch, loss)
         if trace.is_evaluation and term.rows == "rollout":  # as of an update
-            return
+            return None
         trace.look(term.batch)
-        request = Request(model=self._name, method="compute_loss", kind=INFERENCE, name=name)
+        request = trace.named(Request(model=self._name, method="compute_loss", kind=INFERENCE, name=name))
         trace.add(request, Measure(**vars(term), prefix=self._name, name=begin), in_reading_order(term.batch))
+        return trace.report()
 
     def _term(self, method: str, batch: Any, loss: Any, coef: float = 1.0) -> Term:
         read = self._columns(batch, method)
@@ -224,7 +232,8 @@ class Policy(ScriptModel):
                 f"{self._name}.generate needs GenerationOptions, or hyperparameters derived from them, and was given "
                 f"a {type(options).__name__}"
             )
-        request = Request(model=self._name, method="generate", kind=GENERATE, outputs=("seq", "logprob"), name=name)
+        made = Request(model=self._name, method="generate", kind=GENERATE, outputs=("seq", "logprob"), name=name)
+        request = trace.named(made)
         keys, prompt = trace.keys(request), View((("prompt", dict(read._view.columns)["prompt"]),))
         settings: dict[str, Any] = {}
         if trace.is_evaluation:
@@ -232,12 +241,12 @@ class Policy(ScriptModel):
             if options.temperature:
                 settings["temperature"] = trace.temperature
         ended = trace.with_end(options)
-        config = Generate.by(ended, batch=prompt, outputs=tuple(keys.values()), name=name, **settings)
+        config = Generate.by(ended, batch=prompt, outputs=tuple(keys.values()), name=request.name, **settings)
         trace.add(request, config, prompt.keys)
         found = trace.result(request, keys, kept=prompt)
         temperature = options.temperature or 1.0
         origin = dataclasses.replace(found._origin, temperature=temperature, generated_by=config)
-        return SymbolicColumns(trace, found._view, origin)
+        return trace.columns(found._view, origin)
 
     def logprobs(self, batch: Data, *, key: str = "ref_logprob", per_token: bool = False, name: str = "") -> Columns:
         """Log-probabilities of a rollout's response tokens, at its temperature: the column `key` [response].
@@ -283,14 +292,17 @@ class Policy(ScriptModel):
         mini_batches: int | None = None,
         max_kl: float | None = None,
         name: str = "",
-    ) -> None:
-        """Trains on `batch`: a rollout, `Examples` or `Pairs`, or what a tensor function made of them.
+    ) -> Any:
+        """Trains on `batch`: a rollout, `Examples` or `Pairs`, or what a tensor function made of them. Returns nothing;
+        in a live program the statistics (`realhf.live.columns.Report`).
 
         `also` lists further losses with a coefficient, on rows of their own; each mini-batch makes one optimizer
         step on the sum of all. `epochs` and `max_kl` are by default those of the loss's hyperparameters (see
         `Update`), the number of mini-batches that of the experiment.
         """
-        self._update((batch, loss, 1.0), also, epochs=epochs, mini_batches=mini_batches, max_kl=max_kl, name=name)
+        return self._update(
+            (batch, loss, 1.0), also, epochs=epochs, mini_batches=mini_batches, max_kl=max_kl, name=name
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,9 +341,9 @@ class ValueModel(ScriptModel):
         epochs: int | None = None,
         mini_batches: int | None = None,
         name: str = "",
-    ) -> None:
+    ) -> Any:
         """Trains on `batch`; see `Policy.update`."""
-        self._update((batch, loss, 1.0), epochs=epochs, mini_batches=mini_batches, max_kl=None, name=name)
+        return self._update((batch, loss, 1.0), epochs=epochs, mini_batches=mini_batches, max_kl=None, name=name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,11 +86,11 @@ class Reward(FunctionOptions, ScriptParameter):
         trace, parameter = self._in_script
         if not isinstance(rollout, SymbolicColumns) or rollout._view.function is not None:
             raise script_error(f"{parameter}.score reads a rollout, and was given {rollout!r}; {ROLLOUT}")
+        trace.check_columns(rollout)
         rollout._needs(("prompt", "seq"), f"{parameter}.score", ROLLOUT)
         columns = (key, "valid") if self.on_error == "drop" else (key,)
-        request = Request(
-            model=parameter, method="score", kind=INFERENCE, outputs=columns, name=name or rollout._origin.suffix
-        )
+        made_name = name or rollout._origin.suffix
+        request = trace.named(Request(model=parameter, method="score", kind=INFERENCE, outputs=columns, name=made_name))
         view = View(tuple(pair for pair in rollout._view.columns if pair[0] in ("prompt", "seq")))
         keys, made = trace.keys(request), rollout._origin.generated_by
         ends = {} if made is None else {"eos_token": made.end_token, "stop_strings": made.stop_strings}

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Self
@@ -16,7 +16,7 @@ from realhf.api.script.symbols import Origin, SymbolicColumn, SymbolicColumns
 from realhf.api.script.views import Application, ColumnOf, View
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
+from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType, first_name
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
 
 
@@ -84,7 +84,18 @@ class Trace:
         """The columns of a data set."""
         self.makers |= dict.fromkeys(keys, name)
         view = View(tuple((key, key) for key in keys))
-        return SymbolicColumns(self, view, Origin(f"the data {name!r}", "the parameters"))
+        return self.columns(view, Origin(f"the data {name!r}", "the parameters"))
+
+    def columns(self, view: View, origin: Origin) -> SymbolicColumns:
+        """What stands in the script for the columns of a view."""
+        return SymbolicColumns(self, view, origin)
+
+    def check_columns(self, columns: SymbolicColumns) -> None:
+        """Raises UserError where a call cannot read these columns any more."""
+
+    def named(self, request: Request) -> Request:
+        """The request under the name that its call will have."""
+        return request
 
     def apply(
         self, function: TensorFunction, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -98,7 +109,7 @@ class Trace:
         for source in sources:
             assert isinstance(source, SymbolicColumns)
             view, made = source._view, source._origin
-            columns |= {name if made.is_open else key: key for name, key in view.columns}
+            columns |= {name if made.is_open else self._seen_as(name, key, columns): key for name, key in view.columns}
             temperature = made.temperature if temperature is None else temperature
         application = Application(
             next(self._numbers),
@@ -108,7 +119,11 @@ class Trace:
         )
         what, line = self._unread[application.number] = describe_function(function.function), script_line()
         origin = Origin(what, line, temperature=temperature, is_open=True)
-        return SymbolicColumns(self, View(tuple(columns.items()), application), origin)
+        return self.columns(View(tuple(columns.items()), application), origin)
+
+    def _seen_as(self, name: str, key: str, columns: Collection[str]) -> str:
+        """The name of a column of a call in the result of a tensor function, beside those that it has already."""
+        return key
 
     def _argument(self, value: Any) -> Any:
         """The form in which workers get an argument of a tensor function."""
@@ -154,7 +169,28 @@ class Trace:
 
     def add(self, request: Request, config: ScriptCall, reads: Sequence[str]) -> None:
         """Adds a call. Raises UserError where its name is taken, or it comes after the training of its model."""
-        model, name = request.model, self._name(request)
+        name = self._name(request)
+        self._check(request, config)
+        self.makers |= dict.fromkeys(config.output_data, name)
+        self._lines[name] = script_line()
+        has_model = not config.runs_beside
+        model = request.model
+        place: dict[str, Any] = {"model_name": model, "model_type": self.architectures[model]} if has_model else {}
+        self._append(
+            ModelFunctionCallDef(
+                name=name,
+                **place,
+                interface_type=request.kind,
+                interface_impl=config,
+                input_data=list(dict.fromkeys(reads)),
+                output_data=config.output_data,
+                mini_batches=request.mini_batches,
+                protocol=request.protocol,
+            )
+        )
+
+    def _check(self, request: Request, config: ScriptCall) -> None:
+        model = request.model
         if request.kind is not TRAIN_STEP:
             for call in self.calls:
                 if call.trains and call.model_name == model:
@@ -168,22 +204,16 @@ class Trace:
                     f"{model}.{request.method} makes the key {key!r}, which {self.makers[key]} makes already; give one "
                     "of the calls a name, such as name='second'"
                 )
-        self.makers |= dict.fromkeys(config.output_data, name)
-        self._lines[name] = script_line()
-        has_model = not config.runs_beside
-        place: dict[str, Any] = {"model_name": model, "model_type": self.architectures[model]} if has_model else {}
-        self.calls.append(
-            ModelFunctionCallDef(
-                name=name,
-                **place,
-                interface_type=request.kind,
-                interface_impl=config,
-                input_data=list(dict.fromkeys(reads)),
-                output_data=config.output_data,
-                mini_batches=request.mini_batches,
-                protocol=request.protocol,
-            )
-        )
+
+    def _append(self, call: ModelFunctionCallDef) -> None:
+        self.calls.append(call)
+
+    def save(self, model: str, path: str) -> None:
+        raise script_error(f"{model}.save is for live programs (realhf.start); a run writes checkpoints by itself")
+
+    def report(self) -> Any:
+        """What stands for the statistics of the last call: in a script nothing, since they are of no use there."""
+        return None
 
     def measured(self, keys: Collection[str]) -> list[ModelFunctionCallDef]:
         """The calls of an evaluation that give statistics, with those whose results they read, as far as all of it
@@ -207,11 +237,11 @@ class Trace:
         """The columns that a call makes, behind those of `kept`."""
         columns = (*(kept.columns if kept else ()), *keys.items())
         origin = Origin(f"{request.model}.{request.method}", self._lines[self.calls[-1].name], suffix=request.name)
-        return SymbolicColumns(self, View(columns), origin)
+        return self.columns(View(columns), origin)
 
     def _name(self, request: Request) -> str:
         """MODEL_TYPE, where that is taken MODEL_METHOD; with the name of the call, if it has one, behind it."""
-        taken = {call.name for call in self.calls}
+        taken = {first_name(call.name) for call in self.calls}
         behind = f"_{request.name}" if request.name else ""
         usual, other = (f"{request.model}_{what}{behind}" for what in (request.kind.value, request.method))
         if usual not in taken:
@@ -227,8 +257,9 @@ class Trace:
 class ScriptParameter:
     """A parameter of a script whose methods are calls: a copy of it, which knows the trace and its own name there."""
 
-    def in_trace(self, trace: Trace, name: str) -> Self:
-        """This object as the parameter `name` of a script that is traced."""
+    def in_trace(self, trace: Trace | Callable[[], Trace], name: str) -> Self:
+        """This object as the parameter `name` of a script that is traced, or as a model of a live program, whose trace
+        is made when it is first needed."""
         found = copy.copy(self)
         object.__setattr__(found, "_place", (trace, name))
         return found
@@ -243,7 +274,11 @@ class ScriptParameter:
 
     @property
     def _in_script(self) -> tuple[Trace, str]:
-        place: tuple[Trace, str] | None = vars(self).get("_place")
+        place: tuple[Any, str] | None = vars(self).get("_place")
         if place is None:
-            raise UserError(f"a {type(self).__name__} has its methods in a script alone: a function under @auto")
-        return place
+            raise UserError(
+                f"a {type(self).__name__} has its methods in a script, a function under @auto, and in a live program, "
+                "where cluster.policy and the like give one"
+            )
+        trace, name = place
+        return (trace if isinstance(trace, Trace) else trace()), name

@@ -106,7 +106,7 @@ def test_a_step_of_two_layouts_message_by_message() -> None:
                 0,
                 CallFunction(
                     request_id=0, batch=batch, call="actor_train_step", layout=ZERO, mini_batches=((0, 1), (2, 3)),
-                    micro_batches=1, version=step,
+                    micro_batches=1, version=step, makes_version=step + 1,
                 ),
             ),
             (0, FreeBatch(batch=batch)),

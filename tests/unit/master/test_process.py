@@ -50,8 +50,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             done.append("closed")
 
     class Master:
-        def __init__(self, run: Any, directory: RunDirectory, server: Any, start_id: str):
+        def __init__(self, run: Any, directory: RunDirectory, server: Any, start_id: str, program: Any):
             assert run is RUN
+            assert program is None
             assert isinstance(server, Server)
             done.append(("master", directory.path.name, start_id))
 

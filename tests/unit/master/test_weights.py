@@ -93,7 +93,7 @@ class Watched:
             placement=self.placement,
             call_plan=lambda _, call: self.plans[call.name],
         )
-        self.watch = WeightsWatch(run)
+        self.watch, self.graph = WeightsWatch(run), graph
 
     def placement(self, model: str) -> Placement:
         return Placement(self.homes[model], self.data_parallel if model == "actor" else "zero1")
@@ -113,7 +113,8 @@ class Watched:
                 used_weights=sums(used if made else of_workers.get(worker, used), placement, worker),
                 made_weights=sums(own_made, placement, worker) if own_made else (),
             )
-        return CallRecord(Node(step, name), model, replies)
+        version, makes = self.graph.weights_version(model, step), step + 1 if made else None
+        return CallRecord(Node(step, name), model, replies, version=version, makes=makes)
 
     def states(
         self, step: int, field: str, states: Values, of_workers: Mapping[int, Values] = {}, steps: Any = 7
@@ -131,7 +132,7 @@ class Watched:
             number = steps if isinstance(steps, int) else steps[worker]
             reply = Reply(request_id=0, span=Span("compute", "", 0.0, 1.0))
             replies[worker] = msgspec.structs.replace(reply, **{f"{field}_states": (*sums, number)})
-        record = CallRecord(Node(step, "actor_train_step"), "actor", replies)
+        record = CallRecord(Node(step, "actor_train_step"), "actor", replies, version=step, makes=step + 1)
         [digest] = self.watch.of_step("train", step, [record])["actor_train_step"].values()
         return digest
 
@@ -243,7 +244,7 @@ def test_an_average_has_values_of_its_own_which_stay() -> None:
     for step, seed in ((0, 5), (1, 5), (2, 6), (3, 6)):
         watched.watch.of_step("train", step, [watched.record("reference_inference", step, values(seed))])
     with pytest.raises(RunError, match="than version 2 has, which reference_inference of step 3 had"):
-        watched.watch.of_step("evaluation", 3, [watched.record("reference_inference", 0, values(7))])
+        watched.watch.of_step("evaluation", 3, [watched.record("reference_inference", 3, values(7))])
 
 
 def test_the_values_of_a_checkpoint_are_expected_after_it() -> None:

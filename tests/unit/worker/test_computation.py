@@ -71,13 +71,9 @@ def test_the_checkpoint_that_a_model_starts_from_is_read_at_the_start_alone(
         _run=run, _groups=SimpleNamespace(groups=lambda home: home), _device="cpu", _timeout_s=1.0,
         _directory=SimpleNamespace(checkpoints=Path()),
     )  # fmt: skip
-    worker._trainings = lambda model: ModelWorker._trainings(cast(ModelWorker, worker), model)
     ModelWorker._build_home(cast(ModelWorker, worker), "actor", run.homes["actor"])
     shutil.rmtree(tmp_path / "first")
     assert [spec.total_optimizer_steps for spec in built] == [7 + 6 * 2]
-    [call] = worker._trainings("actor")
-    steps = [ModelWorker._steps_through(cast(ModelWorker, worker), call, step) for step in (0, 2)]
-    assert steps == [7 + 2, 7 + 3 * 2]
 
 
 def test_a_plan_that_contradicts_the_experiment_is_refused() -> None:

@@ -238,7 +238,7 @@ def test_columns() -> None:
 
 
 def test_a_policy_outside_a_script() -> None:
-    with pytest.raises(UserError, match="in a script alone"):
+    with pytest.raises(UserError, match="in a script, a function under @auto"):
         Policy().update(Columns((), {}), some_loss)
 
 

@@ -1,0 +1,1 @@
+"""Algorithms as ordinary programs: `realhf.start`, and what calls give (docs/live.md)."""

@@ -1,0 +1,356 @@
+"""Live programs: the ready scripts give what they give when they are traced; and programs that no trace could have."""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from realhf import cli
+from realhf.algorithms.grpo.config import GRPO, group_advantages, grpo_loss
+from realhf.api import Policy, Reward, RewardModel, RunError, UserError, ValueModel, tensor_function
+from realhf.api.script.data import ScriptData
+from realhf.api.script.models import ScriptModel
+from realhf.data import sort_task
+from realhf.dataflow.plan import save_plan
+from realhf.experiments import ready_file
+from realhf.lifecycle.request import experiment_of
+from realhf.live import cluster as live
+from realhf.rundir.status import EndRequest, request_end
+from tests.e2e.forked import ForkedLauncher, quickly_finished
+from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, FinishedRun
+from tests.e2e.test_algorithms_plans import JOBS, MEASURED, REWARDS, Job, Pattern, at
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "LocalLauncher", ForkedLauncher)
+    monkeypatch.chdir(ROOT)
+
+
+def words_of(job: Job, folder: Path) -> tuple[str, ...]:
+    data = sort_task.ensure(folder / "data")
+    own = (*SMALL, "--steps", str(STEPS), "--data", data / job.data, "--tokenizer", data / "tokenizer.json")
+    rates = [word for model in job.models for word in (f"--{model}.schedule", "constant", f"--{model}.lr", "2e-3")]
+    given = [word.format(examples=data / "sft.jsonl") for word in job.words]
+    return tuple(map(str, (*own, "--dtype", "float64", *rates, *given)))
+
+
+def run_live(job: Job, words: tuple[str, ...], run_dir: Path, **settings: Any) -> FinishedRun:
+    """The script of a ready experiment, as a program calls it."""
+    source = experiment_of(str(ready_file(job.experiment)), words).source
+    common = {name: getattr(source, name) for name in ("seed", "dtype", "mini_batches", "architecture", "tokenizer")}
+    with live.start(run_dir=run_dir, **common, **settings) as cluster:
+        arguments, data = {}, {}
+        for name in inspect.signature(type(source).SCRIPT).parameters:
+            given = getattr(source, name)
+            fields = {one.name: getattr(given, one.name) for one in dataclasses.fields(given)}
+            match given:
+                case ScriptData():
+                    path = fields.pop("data")
+                    data[name] = cluster.data(
+                        path, batch_size=source.batch_size, steps=STEPS, kind=type(given), **fields
+                    )
+                case ScriptModel():
+                    declare = {
+                        Policy: cluster.policy,
+                        ValueModel: cluster.value_model,
+                        RewardModel: cluster.reward_model,
+                    }
+                    fields["trained"] = name in job.models
+                    arguments[name] = declare[type(given)](fields.pop("model"), name=name, **fields)
+                case Reward():
+                    arguments[name] = cluster.reward(*fields.pop("functions"), name=name, **fields)
+                case _:
+                    arguments[name] = given
+        for batches in zip(*data.values(), strict=True):
+            type(source).SCRIPT(**dict(zip(data, batches, strict=True)), **arguments)
+    return FinishedRun(run_dir)
+
+
+def statistics(run: FinishedRun) -> list[dict[str, float]]:
+    left_out = (*MEASURED, "of_steps")
+    return [{k: v for k, v in line.items() if k not in left_out and not k.endswith("_seconds")} for line in run.metrics]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, job in JOBS.items() if "{teacher}" not in job.words and "{judge}" not in job.words]
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_ready_script_gives_the_same_numbers(name: str, workers: int, tmp_path: Path) -> None:
+    job = JOBS[name]
+    words = words_of(job, tmp_path)
+    traced = quickly_finished(tmp_path / "traced", ready_file(job.experiment), *words, "--num-workers", str(workers))
+    found = run_live(job, words, tmp_path / "live", num_workers=workers)
+    expected, got = statistics(traced), statistics(found)
+    assert len(expected) == len(got) == STEPS
+    for one, other in zip(expected, got, strict=True):
+        assert other == pytest.approx(one, rel=1e-12, abs=1e-12)
+
+
+def test_calls_move_parameters_between_layouts_as_a_traced_run_does(tmp_path: Path) -> None:
+    """One plan for both, on four workers; the live one reads rows that other workers have made."""
+    job = JOBS["grpo"]
+    words = words_of(job, tmp_path)
+    graph = experiment_of(str(ready_file(job.experiment)), words).graph
+    mixed = Pattern(train=(at(0, dp=2, tp=2),), generate=(at(0, dp=4),), infer=(at(2, pp=2), at(0, tp=2), at(1)))
+    save_plan(mixed.plan(graph), tmp_path / "plan.json")
+    plan = ("--plan", tmp_path / "plan.json")
+    traced = quickly_finished(tmp_path / "traced", ready_file(job.experiment), *words, *plan)
+    found = run_live(job, words, tmp_path / "live", plan=tmp_path / "plan.json")
+    for one, other in zip(statistics(traced), statistics(found), strict=True):
+        assert other == pytest.approx(one, rel=1e-12, abs=1e-12)
+    digests = [
+        [[call.get("new_weights") for name, call in line["calls"].items() if "train" in name] for line in run.metrics]
+        for run in (traced, found)
+    ]
+    assert digests[0] == digests[1]
+    assert all(digest for line in digests[0] for digest in line)
+
+
+# Programs.
+
+OPTIONS = GRPO(max_new_tokens=6, samples_per_prompt=4)
+BETWEEN = dataclasses.replace(OPTIONS, beta=0.0)  # without a reference
+
+
+def letters(text: str) -> float:
+    return len(set(text)) / max(1, len(text))
+
+
+@contextlib.contextmanager
+def started(folder: Path, **settings: Any) -> Iterator[live.Cluster]:
+    data = sort_task.ensure(folder / "data")
+    given = {"num_workers": 2, "run_dir": folder / "run", "tokenizer": str(data / "tokenizer.json"), "dtype": "float64"}
+    with live.start(architecture=SMALL_ACTOR, **given | settings) as cluster:
+        yield cluster
+
+
+def prompts_of(cluster: live.Cluster, folder: Path, steps: int) -> live.Batches:
+    return cluster.data(str(folder / "data/prompts.jsonl"), batch_size=16, steps=steps)
+
+
+def test_what_is_called_next_depends_on_what_was_found(tmp_path: Path) -> None:
+    """A curriculum (the temperature changes), batches that are left out, the best of several rollouts, and an
+    evaluation behind the update of its round."""
+    seen: list[tuple[float, bool]] = []
+    with started(tmp_path) as cluster:
+        actor, reference = cluster.policy(lr=1e-3), cluster.policy(trained=False)
+        temperature = 1.0
+        for round_, prompts in enumerate(prompts_of(cluster, tmp_path, 4)):
+            options = dataclasses.replace(OPTIONS, temperature=temperature)
+            tries = [actor.generate(prompts, options) for _ in range(2)]
+            texts = [rollout.texts() for rollout in tries]
+            assert texts[0] != texts[1], "each generate of a round draws other numbers"
+            scores = [[letters(text) for text in of_try] for of_try in texts]
+            best = max(range(2), key=lambda i: sum(scores[i]))
+            is_left_out = round_ == 1
+            seen.append((max(map(sum, scores)) / 16, is_left_out))
+            if is_left_out:
+                temperature = 0.5
+                continue
+            rollout, before = tries[best], actor.logprobs(tries[best], key="before")
+            batch = group_advantages(rollout, scores[best], reference.logprobs(rollout), OPTIONS)
+            report = actor.update(batch, grpo_loss(OPTIONS))
+            assert report["reward_mean"] == pytest.approx(sum(scores[best]) / 16, rel=1e-6)
+            after = actor.logprobs(rollout, key="after")
+            changed = np.abs(np.concatenate(after.after.numpy()) - np.concatenate(before.before.numpy())).max()
+            assert 0 < changed < 1, "what comes behind an update has the new weights"
+            assert np.array_equal(before.before.numpy()[0], before["before"][0])
+    run = FinishedRun(tmp_path / "run")
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4]
+    assert [len([1 for call in line["calls"] if "train_step" in call]) for line in run.metrics] == [1, 0, 1, 1]
+    assert {"actor_generate", "actor_generate_2"} <= run.metrics[0]["calls"].keys()
+    assert "actor_generate~2" in run.metrics[2]["calls"], "other options make another call"
+    trained = [(line["calls"], name) for line in run.metrics for name in line["calls"] if "train_step" in name]
+    versions = [calls[name]["weights_version"] for calls, name in trained]
+    assert versions == [0, 1, 2], "versions are updates, not rounds"
+
+
+def test_two_policies_play_each_other_until_one_has_won(tmp_path: Path) -> None:
+    with started(tmp_path) as cluster:
+        players = [cluster.policy(lr=1e-3, name="first"), cluster.policy(lr=1e-3, name="second")]
+        for rounds, prompts in enumerate(prompts_of(cluster, tmp_path, 50), 1):
+            rollouts = [player.generate(prompts, OPTIONS) for player in players]
+            points = [np.array([letters(text) for text in rollout.texts()]) for rollout in rollouts]
+            for player, rollout, own, other in zip(players, rollouts, points, reversed(points), strict=True):
+                batch = group_advantages(rollout, np.sign(own - other), None, BETWEEN)
+                player.update(batch, grpo_loss(BETWEEN))
+            if rounds == 3:
+                break
+    assert len(FinishedRun(tmp_path / "run").metrics) == 3
+    assert {path.name for path in (tmp_path / "run/checkpoints/latest/").iterdir()} >= {"first", "second"}
+
+
+def test_a_model_is_saved_for_transformers(tmp_path: Path) -> None:
+    with started(tmp_path, dtype="float32") as cluster:
+        actor = cluster.policy(lr=1e-2)
+        for prompts in prompts_of(cluster, tmp_path, 1):
+            rollout = actor.generate(prompts, OPTIONS)
+            actor.save(str(tmp_path / "before"))
+            for number in range(2):
+                scores = [letters(text) for text in rollout.texts()]
+                actor.update(group_advantages(rollout, scores, None, BETWEEN), grpo_loss(BETWEEN))
+                actor.save(str(tmp_path / f"after-{number}"))
+            with pytest.raises(UserError, match="exists already"):
+                actor.save(str(tmp_path / "before"))
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "after-0", "after-1")]
+    assert len({*files}) == 3
+
+
+def test_the_truth_of_values_that_are_asked_for(tmp_path: Path) -> None:
+    """Columns of rows, of calls and of tensor functions."""
+    with started(tmp_path, num_workers=1) as cluster:
+        actor, reward = cluster.policy(), cluster.reward(f"{REWARDS}:copied")
+        for prompts in prompts_of(cluster, tmp_path, 2):
+            rollout = actor.generate(prompts, OPTIONS)
+            scores = reward.score(rollout)
+            texts = prompts.texts()
+            assert [len({*texts[i : i + 4]}) for i in (0, 4, 8, 12)] == [1] * 4, "four responses share a row"
+            assert len({*texts}) == 4
+            assert len(rollout) == len(rollout.texts()) == 16
+            assert scores.reward.mean() == pytest.approx(scores.reward.numpy().mean(), rel=1e-6)
+            assert scores.reward.min() <= scores.reward.mean() <= scores.reward.max()
+            batch = group_advantages(rollout, scores, None, BETWEEN)
+            advantages = np.array([values[0] for values in batch.advantage.values()]).reshape(4, 4)
+            assert np.abs(advantages.sum(1)).max() < 1e-4
+            assert [len(a) for a in rollout.logprob.values()] == [len(a) for a in batch.advantage.values()]
+            actor.update(batch, grpo_loss(BETWEEN))
+
+
+def failing(rollout: Any, scores: Any) -> dict[str, Any]:
+    raise ZeroDivisionError("a mistake of the program")
+
+
+def with_a_mistake(folder: Path) -> None:
+    with started(folder) as cluster:
+        actor = cluster.policy()
+        for number, prompts in enumerate(prompts_of(cluster, folder, 3)):
+            rollout = actor.generate(prompts, OPTIONS)
+            scores = [letters(text) for text in rollout.texts()]
+            function = tensor_function(failing) if number else group_advantages
+            more = () if number else (None, BETWEEN)
+            actor.update(function(rollout, scores, *more), grpo_loss(BETWEEN))["actor_loss"]
+
+
+def test_a_mistake_on_a_worker_names_the_line_of_the_program(tmp_path: Path) -> None:
+    said = r"test_live.py:\d+: worker \d failed in actor_train_step~2 of step 2(.|\n)*a mistake of the program"
+    with pytest.raises(RunError, match=said):
+        with_a_mistake(tmp_path)
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
+    assert not multiprocessing.active_children()
+
+
+def interrupted(folder: Path) -> None:
+    with started(folder) as cluster:
+        actor = cluster.policy()
+        for prompts in prompts_of(cluster, folder, 3):
+            actor.generate(prompts, OPTIONS).texts()
+            assert len(multiprocessing.active_children()) == 2
+            raise KeyboardInterrupt
+
+
+def test_a_program_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path)
+    assert not multiprocessing.active_children()
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "interrupted"
+
+
+def killed(folder: Path) -> None:
+    with started(folder) as cluster:
+        actor = cluster.policy()
+        for number, prompts in enumerate(prompts_of(cluster, folder, 3)):
+            if number == 1:
+                os.kill(multiprocessing.active_children()[-1].pid or 0, signal.SIGKILL)
+            actor.generate(prompts, OPTIONS).texts()
+
+
+def test_a_worker_that_is_killed_ends_the_program(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"worker-\d was killed by signal 9"):
+        killed(tmp_path)
+    assert not multiprocessing.active_children()
+
+
+def test_what_a_program_cannot_have(tmp_path: Path) -> None:
+    with started(tmp_path, num_workers=1) as cluster:
+        actor = cluster.policy()
+        with pytest.raises(UserError, match="there is no batch"):
+            actor.generate(None, OPTIONS)
+        with pytest.raises(UserError, match=r"actor_2: schedule='linear'"):
+            cluster.policy(schedule="linear", name="actor_2")
+        before = None
+        for prompts in prompts_of(cluster, tmp_path, 2):
+            with pytest.raises(UserError, match="how many responses share a row is not known"):
+                prompts.texts()
+            rollout = actor.generate(prompts, OPTIONS)
+            with pytest.raises(UserError, match="declare it before"):
+                cluster.policy()
+            with pytest.raises(UserError, match="15 numbers of shape"):
+                group_advantages(rollout, [1.0] * 15, None, BETWEEN)
+            with pytest.raises(UserError, match="is not one value"):
+                bool(rollout.logprob)
+            with pytest.raises(UserError, match="top level of a file"):
+                actor.update(tensor_function(lambda rollout: {})(rollout), grpo_loss(BETWEEN))["actor_loss"]
+            if before is not None:
+                with pytest.raises(UserError, match="is of batch 1, and the program is at batch 2"):
+                    actor.logprobs(before)
+                with pytest.raises(UserError, match="is of batch 1"):
+                    before.texts()
+            before = rollout
+            break
+
+
+def test_a_program_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="the run is over: ended after step 2, as was asked"):
+        stopped(tmp_path)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", 2)
+    assert (tmp_path / "run/checkpoints/latest/actor").is_dir()
+    assert not multiprocessing.active_children()
+
+
+def stopped(folder: Path) -> None:
+    with started(folder) as cluster:
+        actor = cluster.policy(lr=1e-3)
+        for number, prompts in enumerate(prompts_of(cluster, folder, 100)):
+            rollout = actor.generate(prompts, OPTIONS)
+            actor.update(group_advantages(rollout, [1.0, 0.0] * 8, None, BETWEEN), grpo_loss(BETWEEN))["actor_loss"]
+            if number == 1:
+                request_end(folder / "run/launcher/stop", EndRequest(reason="asked"))
+                time.sleep(3)  # the master looks every second
+
+
+def test_a_run_of_a_program_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with started(tmp_path, num_workers=1) as cluster:
+        actor = cluster.policy()
+        for prompts in prompts_of(cluster, tmp_path, 1):
+            actor.generate(prompts, OPTIONS)
+    run_dir = str(tmp_path / "run")
+    for words in (
+        ["run", str(ready_file("grpo")), "--resume", "--run-dir", run_dir],
+        ["verify", run_dir, "--step", "1"],
+        ["replan", run_dir],
+    ):
+        assert cli.main(words) == 2
+        assert "of the live program" in capsys.readouterr().err
+    assert cli.main(["report", run_dir]) == 0
+    assert "LiveProgram" in (tmp_path / "run/report.html").read_text()
+    capsys.readouterr()
+    assert cli.main(["status", run_dir]) == 0
+    said = capsys.readouterr().out
+    assert "step 1;" in said
+    assert "verify" not in said
