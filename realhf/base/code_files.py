@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from importlib.machinery import SOURCE_SUFFIXES, SourceFileLoader
 from pathlib import Path
 from traceback import walk_tb
@@ -29,16 +30,18 @@ class ProgramBegins(BaseException):
 is_loading = False  # a program, for its functions
 
 
-def load_program(path: str | Path) -> None:
-    """Loads the file of a live program up to `realhf.start`. Raises as `load_code_file`."""
+def load_program(path: str | Path, words: Sequence[str] = ()) -> None:
+    """Loads the file of a live program up to `realhf.start`; `words` are those of its command line. Raises as
+    `load_code_file`."""
     global is_loading
-    is_loading = True
+    is_loading, before = True, sys.argv
+    sys.argv = [str(path), *words]
     try:
         load_code_file(path)
     except ProgramBegins:
         pass
     finally:
-        is_loading = False
+        is_loading, sys.argv = False, before
 
 
 def module_name(file: Path) -> str:

@@ -33,21 +33,22 @@ from realhf.launch.launcher import NoOptions
 from realhf.launch.local import LocalLauncher
 from realhf.launch.process import Job, workers_of
 from realhf.launch.supervisor import supervise
+from realhf.lifecycle.controller import LAUNCHER_LOCK, note_start
 from realhf.lifecycle.new import check_experiment, fill
 from realhf.lifecycle.request import default_run_directory
 from realhf.live.columns import LiveColumns
-from realhf.live.rounds import Place, Rounds
+from realhf.live.recorded import Recorded
+from realhf.live.rounds import Place, Rounds, Statistics
 from realhf.master.__main__ import serve
 from realhf.master.live import ProgramQueue, Save, Segment
 from realhf.planning.planner import plan_for
 from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
 from realhf.rundir.calls_file import call_line
 from realhf.rundir.checkpoints import step_folder
-from realhf.rundir.events import note
 from realhf.rundir.lines import append_line
 from realhf.rundir.live import LiveExperiment
 from realhf.rundir.logs import logging_to
-from realhf.rundir.paths import MASTER, RunDirectory, workers_in_words
+from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import MAX_STEPS, Run, RunSpec
 from realhf.rundir.starts import START_VARIABLE, current_start
 from realhf.rundir.status import known_status
@@ -55,6 +56,7 @@ from realhf.rundir.status import known_status
 _LOOK_S = 0.05  # between looks for the end of a call, and whether the run has broken
 _END_S = 120.0  # for workers and master to end, when they were told to
 _SETTLE_S = 2.0  # after the master's failure, for a worker that died to be found, which may be the cause
+_KEPT = 2  # checkpoints
 _EVALUATIONS = 2_000  # plans that the search evaluates
 
 Handle = TypeVar("Handle", bound=ScriptModel)
@@ -66,6 +68,7 @@ class Settings(TypedDict, total=False):
     seed: of all random numbers. dtype: of all models. reproducible: "layout" gives the same bits under every plan
     (docs/reproducibility.md).
     mini_batches: optimizer steps of an update that names no number.
+    checkpoint_every: rounds between two checkpoints, of which the newest two are kept; left out: one at the end.
     architecture: of models without a checkpoint, whose weights are random.
     tokenizer: tokenizer.json, or its directory; by default that of the first model with one.
     """
@@ -74,6 +77,7 @@ class Settings(TypedDict, total=False):
     dtype: DType
     reproducible: Reproducible
     mini_batches: int
+    checkpoint_every: int
     architecture: DecoderConfig
     tokenizer: str
 
@@ -111,6 +115,7 @@ class Cluster:
     """The workers of a program, and what it has declared. `with` ends them; a program that fails leaves none behind."""
 
     def __init__(self, program: Path | None, run_dir: Path | None, request: PlanRequest, common: dict[str, Any]):
+        self._checkpoint_every = common.pop("checkpoint_every", None)
         self._file, self._request, self._common = program, request, common
         self._directory = RunDirectory(run_dir or default_run_directory(str(program or "program.py")))
         self._declared: dict[str, Any] = {}
@@ -118,6 +123,7 @@ class Cluster:
         self._batch_size = 0
         self._rounds: Rounds | None = None
         self._processes: _Processes | None = None
+        self._recorded = Recorded()
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -235,6 +241,7 @@ class Cluster:
         spec = RunSpec(
             experiment_file=str(self._file or ""),
             experiment_class=type(program).__name__,
+            words=tuple(sys.argv[1:]) if self._file else (),
             values=msgspec.to_builtins(program),
             declared={name: f"{type(one).__module__}:{type(one).__qualname__}" for name, one in self._declared.items()},
             working_directory=os.getcwd(),
@@ -242,14 +249,20 @@ class Cluster:
             devices_per_node=cluster.devices_per_node,
             hardware=cluster.hardware,
             network_interface="lo",
+            checkpoint_every_steps=self._checkpoint_every,
+            keep_checkpoints=None if self._checkpoint_every is None else _KEPT,
         )
-        run = Run(spec, experiment, plan)
-        RunDirectory.create(directory.path)
-        directory.calls.parent.mkdir()
-        self._held.enter_context(directory.lock("launcher"))
+        if is_new := not directory.experiment.exists():
+            RunDirectory.create(directory.path)
+            directory.calls.parent.mkdir()
+        self._held.enter_context(directory.lock(LAUNCHER_LOCK))
+        if not is_new:
+            self._recorded = Recorded.read(directory, spec)
+        run = Run(msgspec.structs.replace(spec, resume_step=self._recorded.step), experiment, plan)
         fill(run, directory)
-        note(directory.events, "started", 0, f"{workers_in_words(spec.num_workers)}, from the beginning")
+        note_start(run, directory, "started" if is_new else "resumed")
         self._processes = _Processes(run, directory)
+        experiment.program.calls.read()
 
         def publish(call: ModelFunctionCallDef) -> None:
             append_line(directory.calls, call_line(call, self._module))
@@ -258,6 +271,14 @@ class Cluster:
         return Place(directory.values, publish, experiment.program.calls, self._save, self._carry_out)
 
     def _save(self, model: str, path: str, step: int) -> None:
+        if Path(path).exists() and step <= self._recorded.step:
+            return  # by an earlier start
+        if step < self._recorded.step:
+            raise UserError(
+                f"{path} was not there when the program ended in an earlier start, which has gone on to step "
+                f"{self._recorded.step}; its weights are not kept: leave {model}.save out, or start anew in another "
+                "run_dir"
+            )
         if Path(path).exists():
             raise UserError(f"{path} exists already; give save a new directory, or remove it first")
         save = Save(step=step)
@@ -283,10 +304,11 @@ class Cluster:
         return module_name(self._file)
 
     def _carry_out(
-        self, round_: int, calls: Sequence[ModelFunctionCallDef], new: int, ends: bool
-    ) -> Callable[[], dict[str, dict[str, float]]]:
-        names = tuple(call.name for call in calls[len(calls) - new :])
-        segment = Segment(round=round_, calls=tuple(calls), new=names, ends=ends)
+        self, round_: int, calls: Sequence[ModelFunctionCallDef], new: dict[str, str], ends: bool
+    ) -> Statistics:
+        if round_ < self._recorded.step:
+            return self._recorded.answer(round_, len(calls) - len(new), new, ends)
+        segment = Segment(round=round_, calls=tuple(calls), new=new, ends=ends)
         assert self._processes is not None
         self._processes.put(segment, self._broken)
         return lambda: self._wait(segment.done)

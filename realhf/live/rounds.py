@@ -25,10 +25,14 @@ from realhf.data.rows import DatasetRows
 from realhf.data.tokenizer import TextTokenizer
 from realhf.dataflow.graph import INFERENCE, ModelFunctionCallDef, first_name, other_name
 from realhf.live.columns import LiveColumns, Report, Values
-from realhf.rundir.calls_file import call_line
+from realhf.rundir.calls_file import call_digest, call_line
 
 GIVEN = "given"  # names the calls by which workers get what a program gives
+IN_FLIGHT = 2  # rounds that a program may be ahead of the workers
 _REWARD = "reward"  # the column that numbers become which a program gives to a tensor function
+
+
+Statistics = Callable[[], dict[str, dict[str, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +42,15 @@ class Place:
     values: the folder of fetched and given values.
     publish: writes a call that workers do not know yet.
     save: writes a model, as it is in a round, to a path, when all calls so far have ended.
-    carry_out: executes the last calls of a round, as many as the number says, and ends the round if it is told to.
-        Returns a function that waits, and gives the statistics by call.
+    carry_out: executes the last calls of a round, for which there are digests by name, and ends the round if it is told
+        to. Returns a function that waits, and gives the statistics by call.
     """
 
     values: Path
     publish: Callable[[ModelFunctionCallDef], None]
     known: Mapping[str, ModelFunctionCallDef]
     save: Callable[[str, str, int], None]
-    carry_out: "Callable[[int, Sequence[ModelFunctionCallDef], int, bool], Callable[[], dict[str, dict[str, float]]]]"
+    carry_out: Callable[[int, Sequence[ModelFunctionCallDef], dict[str, str], bool], Statistics]
 
 
 class Rounds(Trace):
@@ -58,7 +62,9 @@ class Rounds(Trace):
         self._place_made: Place | None = None
         self.round = -1
         self._issued = 0  # calls of the round
-        self._statistics: dict[str, Callable[[], dict[str, dict[str, float]]]] = {}
+        self._statistics: dict[str, Statistics] = {}
+        self._given: dict[str, bytes] = {}  # by title what the program has given in the round
+        self._ends: list[Statistics] = []  # of rounds that may not have ended
         self._rows: DatasetRows | None = None
 
     @property
@@ -75,7 +81,9 @@ class Rounds(Trace):
         self.round += 1
         self.calls, self.makers, self._lines, self._unread = [], {}, {}, {}
         self._numbers = iter(range(10**9))
-        self._issued, self._statistics = 0, {}
+        self._issued, self._statistics, self._given = 0, {}, {}
+        if len(self._ends) > IN_FLIGHT:
+            self._ends.pop(0)()
 
     def batch(self, name: str) -> Any:
         """The round's rows of the data `name`."""
@@ -92,13 +100,17 @@ class Rounds(Trace):
             self._issue(ends=False)
 
     def _issue(self, *, ends: bool) -> None:
-        new = self.calls[self._issued :]
-        for call in new:
+        digests: dict[str, str] = {}
+        for call in self.calls[self._issued :]:
+            given = self._given.get(getattr(call.interface_impl, "title", ""), b"")
+            digests[call.name] = call_digest(call_line(call, self._module_of), given)
             if call.name not in self._place.known:
                 self._place.publish(call)
-        wait = self._place.carry_out(self.round, tuple(self.calls), len(new), ends)
-        self._statistics |= dict.fromkeys((call.name for call in new), wait)
+        wait = self._place.carry_out(self.round, tuple(self.calls), digests, ends)
+        self._statistics |= dict.fromkeys(digests, wait)
         self._issued = len(self.calls)
+        if ends:
+            self._ends.append(wait)
 
     # The names and results of calls, which methods of models ask for.
 
@@ -203,6 +215,7 @@ class Rounds(Trace):
         arrays = [value.astype(np.float32) if value.dtype.kind == "f" else value for value in values]
         content = save({str(sample): array for sample, array in enumerate(arrays)})
         write_atomically(folder / f"{title}.safetensors", content)
+        self._given[title] = content
         made = [key for call in self.calls for key in call.output_data]
         view = View(((column, (made or list(self.makers))[0]),))
         config = Given(batch=view, outputs=tuple(keys.values()), folder=str(self._place.values), title=title)

@@ -29,6 +29,7 @@ from realhf.master.trackers import Trackers
 from realhf.master.uniform_rewards import RewardWatch, remedies
 from realhf.master.vital_signs import VitalSigns
 from realhf.master.weights import WeightsWatch
+from realhf.rundir.checkpoints import RunState as RunCheckpoint
 from realhf.rundir.checkpoints import read_state, step_folder
 from realhf.rundir.events import note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
@@ -163,17 +164,18 @@ class Master:
         logger.info("all %d workers are ready", self._num_workers)
         self._write_status("running")
         step, steps = self._step, self._run.experiment.steps
+        state = None
         if step:
             state = read_state(step_folder(self._directory.checkpoints, step))
             self._dispatcher.states = state.calls
             self._weights.begin_with(state.weights, step, state.states)
-        await (self._make_steps(step, steps) if self._program is None else self._serve(self._program))
+        await (self._make_steps(step, steps) if self._program is None else self._serve(self._program, state))
         for worker in range(self._num_workers):
             await self._server.send(worker, Shutdown())
 
-    async def _serve(self, program: ProgramQueue) -> None:
+    async def _serve(self, program: ProgramQueue, state: RunCheckpoint | None) -> None:
         """Does what a live program asks for, until it ends or somebody asks for the end. Then there is a checkpoint."""
-        rounds = Rounds(self._run, self._dispatcher)
+        rounds, every = Rounds(self._run, self._dispatcher, state), self._run.spec.checkpoint_every_steps
         self._saver.made_steps = lambda model, _: rounds.optimizer_steps[model]
         program.open()
         while (request := await program.get()) is not None:
@@ -184,6 +186,9 @@ class Master:
                     found = await rounds.carry_out(request)
                     if request.ends and (records := await rounds.finish(request.round)):
                         self._record_step(request.round, records)
+                        append_line(self._directory.rounds, rounds.line(request.round))
+                        if every and self._step % every == 0:
+                            await self._save(self._step, rounds)
                 case Save(step=step):
                     await self._save(step, rounds)
             if self._end_request is not None:

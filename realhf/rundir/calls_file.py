@@ -1,10 +1,11 @@
-"""`program/calls.jsonl`: the calls that a live program has made, for the workers.
+"""`program/calls.jsonl`: the calls that a live program has made, for the workers; `rounds.jsonl`: its rounds.
 
 A call is data. Functions and classes stand in it by their names, as MODULE:NAME, and are looked up in the modules that
 the program's own file has imported: nothing in the file is executed.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -120,6 +121,29 @@ def call_line(call: ModelFunctionCallDef, module_of: Callable[[str], str]) -> Ca
         makes=tuple(call.output_data),
         mini_batches=call.mini_batches,
     )
+
+
+class RoundLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line of `program/rounds.jsonl`: a round that has ended.
+
+    calls: name and digest of each, in the order in which the program made them; statistics: by call.
+    versions: by model, its updates so far.
+    """
+
+    round: int
+    calls: tuple[tuple[str, str], ...]
+    statistics: dict[str, dict[str, float]]
+    versions: dict[str, int]
+
+
+def round_line(line: bytes) -> RoundLine:
+    """Raises BadContentError."""
+    return decode_json(line, RoundLine)
+
+
+def call_digest(line: CallLine, given: bytes = b"") -> str:
+    """The digest of a call, and of the values that the program gives with it: 16 hexadecimal digits."""
+    return hashlib.blake2b(msgspec.json.encode(line) + given, digest_size=8).hexdigest()
 
 
 class GrowingCalls(dict[str, ModelFunctionCallDef]):

@@ -1,5 +1,6 @@
 """The experiment of a live program, which has the calls that the program has made so far."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,11 +35,12 @@ class LiveExperiment(ResolvedExperiment):
         return {"train": self.program}
 
 
-def load_live(file: str, values: dict[str, Any], declared: dict[str, str], calls_file: Path) -> LiveExperiment:
-    """The experiment of a program as another process has declared it; loads the program's functions. `declared` has by
-    name the class of each declaration. Raises UserError."""
+def load_live(file: str, words: Sequence[str], declared: dict[str, str], values: dict[str, Any]) -> Program:
+    """The declarations of a program as another process has made them; loads the program's functions from its `file`
+    ("" for none), whose command line has `words`. `declared` has by name the class of each declaration. Raises
+    UserError."""
     if file:
-        load_program(file)
+        load_program(file, words)
     cls = program_class({name: load(kind) for name, kind in declared.items()}, 1)
-    source: Program = msgspec.convert(values, type=cls)
-    return LiveExperiment(source, calls_file=calls_file)
+    made: Program = msgspec.convert(values, type=cls)
+    return made

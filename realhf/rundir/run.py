@@ -28,7 +28,7 @@ from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
 from realhf.models.checkpoint_index import initial_optimizer_steps, optimizer_kinds
 from realhf.planning.model.hardware import Hardware
-from realhf.rundir.live import load_live
+from realhf.rundir.live import LiveExperiment, load_live
 from realhf.rundir.paths import RunDirectory
 
 T = TypeVar("T")
@@ -86,7 +86,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `ignores_runs`: it was made without the measurements of finished runs. Deadlines: see `Deadlines`. The master
     listens on `master_address`, else on that of `network_interface`, else of its host's name. `hardware` is that of the
     plan; planning again is for the same, and workers check that they are on it. `declared`: of a live program, by name
-    the classes of what it has declared (`realhf.rundir.live`); then `experiment_file` is the program, "" for none.
+    the classes of what it has declared (`realhf.rundir.live`); then `experiment_file` is the program, "" for none, and
+    `words` are those of its command line.
 
     Raises:
         UserError: at construction, a number is out of its range.
@@ -99,6 +100,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_workers: int
     devices_per_node: int
     declared: dict[str, str] = {}
+    words: tuple[str, ...] = ()
     record: Annotated[
         tuple[str, ...], _record("write the data of these keys in every step to rollouts/", metavar="KEY", is_list=True)
     ] = ()
@@ -488,8 +490,8 @@ def load_run(directory: RunDirectory) -> Run:
             f"{error}"
         ) from None
     if spec.declared:
-        live = load_live(spec.experiment_file, spec.values, spec.declared, directory.calls)
-        return Run(spec, live, load_plan(directory.plan))
+        program = load_live(spec.experiment_file, spec.words, spec.declared, spec.values)
+        return Run(spec, LiveExperiment(program, calls_file=directory.calls), load_plan(directory.plan))
     cls, plan = load_experiment_class(spec.experiment_file, spec.experiment_class), load_plan(directory.plan)
     experiment = ResolvedExperiment(saved_experiment(spec, cls, spec.experiment_file), plan.staleness)
     return Run(spec, experiment, plan)

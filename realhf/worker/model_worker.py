@@ -27,6 +27,7 @@ from realhf.models.checkpoint import snapshot
 from realhf.parallel.collectives import traffic
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
 from realhf.parallel.waiting import waits_on
+from realhf.rundir.checkpoints import read_state, step_folder
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
 from realhf.transport.clock import now_s
@@ -202,7 +203,7 @@ class ModelWorker:
     def _build_home(self, name: str, home: Layout) -> EngineModel:
         run, setup, computation = self._run, self._run.experiment.setups[name], self._run.computations[name]
         steps = run.experiment.steps * run.optimizer_steps(name)
-        oldest = run.experiment.graph.weights_version(name, run.spec.resume_step)
+        oldest = self._first_version(name)
         spec = ModelSpec(
             run.experiment.graph.models[name],
             self._groups.groups(home),
@@ -217,6 +218,14 @@ class ModelWorker:
         model = build_model(setup.backend, spec)
         fill(model, run, name, self._directory.checkpoints)
         return model
+
+    def _first_version(self, name: str) -> int:
+        """The version of a model's parameters with which this start begins: of a live program the updates that its
+        checkpoint counts, since a round may have any number of them."""
+        step = self._run.spec.resume_step
+        if not (self._run.spec.declared and step and name in self._run.changing_models):
+            return self._run.experiment.graph.weights_version(name, step)
+        return read_state(step_folder(self._directory.checkpoints, step)).weights[name].version
 
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step

@@ -6,7 +6,10 @@ import inspect
 import json
 import multiprocessing
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ from realhf.rundir.status import EndRequest, request_end
 from tests.e2e.forked import ForkedLauncher, quickly_finished
 from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, FinishedRun
 from tests.e2e.test_algorithms_plans import JOBS, MEASURED, REWARDS, Job, Pattern, at
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.distributed
 
@@ -86,10 +90,15 @@ def statistics(run: FinishedRun) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k not in left_out and not k.endswith("_seconds")} for line in run.metrics]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, job in JOBS.items() if "{teacher}" not in job.words and "{judge}" not in job.words]
-)
-@pytest.mark.parametrize("workers", [1, 2])
+CASES = [
+    pytest.param(name, workers, marks=[] if (name, workers) in (("grpo", 2), ("safe-rlhf", 1)) else pytest.mark.slow)
+    for name, job in JOBS.items()
+    if not {"{teacher}", "{judge}"} & {*job.words}  # they need checkpoints
+    for workers in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "workers"), CASES)
 def test_a_ready_script_gives_the_same_numbers(name: str, workers: int, tmp_path: Path) -> None:
     job = JOBS[name]
     words = words_of(job, tmp_path)
@@ -334,6 +343,75 @@ def stopped(folder: Path) -> None:
                 time.sleep(3)  # the master looks every second
 
 
+class DiesError(Exception):
+    """The program ends."""
+
+
+def learning(folder: Path, run_dir: str, *, dies: tuple[int, str] = (-1, ""), noise: int = 0, **settings: Any) -> None:
+    """Some rounds, of other lengths and calls each; `dies` at a place of a round."""
+
+    def at(place: str) -> None:
+        if dies == (number, place):
+            raise DiesError
+
+    given = {"run_dir": folder / run_dir, "checkpoint_every": 2} | settings
+    with started(folder, **given) as cluster:
+        actor, reference = cluster.policy(lr=1e-2), cluster.policy(trained=False)
+        options, kl = OPTIONS, 0.0
+        for number, prompts in enumerate(prompts_of(cluster, folder, 7)):
+            rollout = actor.generate(prompts, options)
+            at("begun")
+            scores = [letters(text) for text in rollout.texts()]
+            at("fetched")
+            if number == 2:
+                continue
+            for _ in range(1 + number % 2):
+                batch = group_advantages(rollout, scores, reference.logprobs(rollout), OPTIONS)
+                kl = actor.update(batch, grpo_loss(OPTIONS))["ref_kl"]
+                at("updated")
+            temperature = 1.0 if kl < 0.01 else 1.1
+            options = dataclasses.replace(OPTIONS, temperature=temperature + (noise and number == 1) * noise)
+            at("ends")
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    run = FinishedRun(run_dir)
+    digests = [
+        {name: (call.get("weights"), call.get("new_weights"), call.get("new_states")) for name, call in each.items()}
+        for each in (line["calls"] for line in run.metrics)
+    ]
+    return [of_step | {"digests": calls} for of_step, calls in zip(statistics(run), digests, strict=True)]
+
+
+POINTS = [(0, "begun"), (2, "fetched"), (3, "updated"), (4, "fetched"), (4, "ends"), (5, "updated"), (6, "ends")]
+
+
+def test_a_program_that_is_run_again_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """It is answered from the record up to the newest checkpoint; under another plan, and on another number of workers,
+    the numbers are the same within rounding."""
+    learning(tmp_path, "whole")
+    for place in POINTS:
+        with pytest.raises(DiesError):
+            learning(tmp_path, "run", dies=place)
+        assert not multiprocessing.active_children()
+    learning(tmp_path, "run")
+    assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [2, 2, 4, 4, 4, 6]
+
+
+def test_a_program_that_decides_otherwise_is_told_where(tmp_path: Path) -> None:
+    with pytest.raises(DiesError):
+        learning(tmp_path, "run", dies=(5, "fetched"))
+    with pytest.raises(UserError, match=r"test_live.py:\d+: round 3: the program calls actor_generate~3, and called"):
+        learning(tmp_path, "run", noise=1)
+    with pytest.raises(UserError, match=r"the program declares dtype otherwise than before"):
+        learning(tmp_path, "run", dtype="float32")
+    with pytest.raises(DiesError):  # on one worker, from the checkpoint of two
+        learning(tmp_path, "run", dies=(6, "fetched"), num_workers=1)
+    assert [line["num_workers"] for line in FinishedRun(tmp_path / "run").metrics] == [2, 2, 2, 2, 1, 1]
+
+
 def test_a_run_of_a_program_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(tmp_path, num_workers=1) as cluster:
         actor = cluster.policy()
@@ -354,3 +432,63 @@ def test_a_run_of_a_program_is_not_resumed(tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "step 1;" in said
     assert "verify" not in said
+
+
+PROGRAM = """
+import sys
+import realhf
+from realhf.algorithms.grpo.config import GRPO, group_advantages, grpo_loss
+from realhf.api import DecoderConfig
+
+SMALL = DecoderConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=32)
+grpo = GRPO(max_new_tokens=6, samples_per_prompt=4, beta=0.0)
+run_dir, data = sys.argv[1:]
+with realhf.start(
+    num_workers=2, run_dir=run_dir, tokenizer=data + "/tokenizer.json", architecture=SMALL, checkpoint_every=2
+) as cluster:
+    actor = cluster.policy(lr=1e-2)
+    for prompts in cluster.data(data + "/prompts.jsonl", batch_size=16, steps=12):
+        rollout = actor.generate(prompts, grpo)
+        scores = [len(set(text)) for text in rollout.texts()]
+        for _ in range(1 + scores[0] % 2):
+            actor.update(group_advantages(rollout, scores, None, grpo), grpo_loss(grpo))["actor_loss"]
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_is_killed_at_any_moment_leaves_nothing_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    data = sort_task.ensure(tmp_path / "data")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    moments = random.Random(7)
+
+    def begun(run_dir: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / run_dir), str(data)]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    whole = begun("whole")
+    assert whole.wait(PATIENCE_S) == 0, whole.stderr and whole.stderr.read().decode()
+    starts, reached = 0, 0
+    while True:
+        program, starts = begun("run"), starts + 1
+        reached += moments.randint(0, 3)
+        made = tmp_path / "run/metrics.jsonl"
+        while program.poll() is None and not (made.exists() and made.read_bytes().count(b"\n") >= reached):
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0, 0.5))
+        if program.poll() is not None:
+            assert program.returncode == 0, program.stderr and program.stderr.read().decode()
+            break
+        program.kill()
+        program.wait()
+        ends_s = time.monotonic() + PATIENCE_S
+        while left := [each for each in Path("/proc").glob("[0-9]*/cmdline") if named_in(each, tmp_path / "run")]:
+            assert time.monotonic() < ends_s, left
+            time.sleep(0.1)
+    assert starts > 3
+    assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
+
+
+def named_in(command: Path, path: Path) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        return bytes(path) in command.read_bytes()
+    return False
