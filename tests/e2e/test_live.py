@@ -240,6 +240,22 @@ def test_the_truth_of_values_that_are_asked_for(tmp_path: Path) -> None:
             actor.update(batch, grpo_loss(BETWEEN))
 
 
+def test_columns_of_the_file_stand_beside_what_was_drawn(tmp_path: Path) -> None:
+    rows = [{"prompt": letter * (1 + number), "answer": number} for number, letter in enumerate("abcdefgh")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with started(tmp_path, num_workers=1) as cluster:
+        actor = cluster.policy(trained=False)
+        for prompts in cluster.data(str(tmp_path / "rows.jsonl"), batch_size=16):
+            rollout = actor.generate(prompts, OPTIONS)
+            answers = rollout["answer"]
+            assert answers == [answer for answer in answers[::4] for _ in range(4)]
+            assert [len(text) - 1 for text in prompts.texts()] == answers, "prompts and answers are of one row"
+            sequences = rollout.seq.values()
+            assert [len(each) for each in rollout.prompt.values()] == [answer + 1 for answer in answers]
+            assert all(len(seq) > answer + 1 for seq, answer in zip(sequences, answers, strict=True))
+    assert len(FinishedRun(tmp_path / "run").metrics) == 2, "each row once"
+
+
 def failing(rollout: Any, scores: Any) -> dict[str, Any]:
     raise ZeroDivisionError("a mistake of the program")
 
@@ -492,3 +508,9 @@ def named_in(command: Path, path: Path) -> bool:
     with contextlib.suppress(OSError):  # it has ended
         return bytes(path) in command.read_bytes()
     return False
+
+
+def test_a_program_is_no_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "program.py").write_text("import realhf\nwith realhf.start() as cluster:\n    1 / 0\n")
+    assert cli.main(["run", str(tmp_path / "program.py")]) == 2
+    assert "is a live program, and no experiment; start it with `python " in capsys.readouterr().err
