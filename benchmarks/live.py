@@ -62,7 +62,7 @@ def main() -> None:
             "a step of PPO, live", live, "s", baseline=declared, ratio=declared / live, target=1 / MOST,
             holds=live <= MOST * declared,
         ),
-        case("runs with equal numbers", turns if equal else 0, "", baseline=None, ratio=None, target=turns, holds=equal),
+        case("pairs with equal numbers", turns * equal, "", baseline=None, ratio=None, target=turns, holds=equal),
     ]  # fmt: skip
     finish("live", results, arguments.json)
 

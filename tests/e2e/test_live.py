@@ -32,7 +32,7 @@ from realhf.rundir.status import EndRequest, request_end
 from tests.e2e.forked import ForkedLauncher, quickly_finished
 from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, FinishedRun
 from tests.e2e.test_algorithms_plans import JOBS, MEASURED, REWARDS, Job, Pattern, at
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.distributed
 
@@ -496,18 +496,19 @@ def test_a_program_that_is_killed_at_any_moment_leaves_nothing_and_goes_on_with_
             break
         program.kill()
         program.wait()
-        ends_s = time.monotonic() + PATIENCE_S
-        while left := [each for each in Path("/proc").glob("[0-9]*/cmdline") if named_in(each, tmp_path / "run")]:
-            assert time.monotonic() < ends_s, left
-            time.sleep(0.1)
+        wait_until(lambda: not processes_of(tmp_path / "run"), "the end of all processes")
     assert starts > 3
     assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
 
 
-def named_in(command: Path, path: Path) -> bool:
+def processes_of(path: Path) -> list[Path]:
+    return [command for command in Path("/proc").glob("[0-9]*/cmdline") if bytes(path) in read_if_there(command)]
+
+
+def read_if_there(command: Path) -> bytes:
     with contextlib.suppress(OSError):  # it has ended
-        return bytes(path) in command.read_bytes()
-    return False
+        return command.read_bytes()
+    return b""
 
 
 def test_a_program_is_no_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
