@@ -27,21 +27,19 @@ class ProgramBegins(BaseException):
     executed."""
 
 
-is_loading = False  # a program, for its functions
+loads: list[str] = []  # the files that are being loaded, and how: as "code", or as a "program"
 
 
 def load_program(path: str | Path, words: Sequence[str] = ()) -> None:
     """Loads the file of a live program up to `realhf.start`; `words` are those of its command line. Raises as
     `load_code_file`."""
-    global is_loading
-    is_loading, before = True, sys.argv
-    sys.argv = [str(path), *words]
+    before, sys.argv = sys.argv, [str(path), *words]
     try:
-        load_code_file(path)
+        load_code_file(path, "program")
     except ProgramBegins:
         pass
     finally:
-        is_loading, sys.argv = False, before
+        sys.argv = before
 
 
 def module_name(file: Path) -> str:
@@ -49,7 +47,7 @@ def module_name(file: Path) -> str:
     return f"realhf_loaded_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
 
 
-def load_code_file(path: str | Path) -> ModuleType:
+def load_code_file(path: str | Path, kind: str = "code") -> ModuleType:
     """The module in a Python file, loaded anew. Modules in the file's folder can be imported from now on.
 
     Raises UserError if there is no such file, or with the line of an error while importing it.
@@ -66,6 +64,7 @@ def load_code_file(path: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     add_to_search_path(file.parent)
+    loads.append(kind)
     try:
         loader.exec_module(module)
     except UserError as error:
@@ -73,6 +72,8 @@ def load_code_file(path: str | Path) -> ModuleType:
     except Exception as error:
         line = _line_in(file, error)
         raise UserError(f"{path}{line}: cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        loads.pop()
     return module
 
 

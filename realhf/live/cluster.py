@@ -18,7 +18,6 @@ from typing import Any, NoReturn, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
-import realhf.base.code_files
 from realhf.api.script.data import Prompts, ScriptData
 from realhf.api.script.lines import script_line
 from realhf.api.script.models import Policy, RewardModel, ScriptModel, ValueModel
@@ -26,7 +25,7 @@ from realhf.api.script.program import Program, program_class
 from realhf.api.script.reward import Reward
 from realhf.architecture.compute import Reproducible
 from realhf.architecture.model import DecoderConfig, DType
-from realhf.base.code_files import ProgramBegins, module_name, python_command
+from realhf.base.code_files import ProgramBegins, loads, module_name, python_command
 from realhf.base.errors import RunError, UserError
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.launch.launcher import NoOptions
@@ -100,9 +99,12 @@ def start(
     Raises:
         UserError: an argument is out of its range. Models and data are checked when they are first called.
     """
-    if realhf.base.code_files.is_loading:
-        raise ProgramBegins
     frame = sys._getframe(1)
+    if loads and loads[-1] == "program":
+        raise ProgramBegins
+    if loads:
+        file = frame.f_globals.get("__file__")
+        raise UserError(f"{file} is a live program, and no experiment; start it with `python {file}`")
     file = frame.f_globals.get("__file__") if frame.f_globals.get("__name__") == "__main__" else None
     common = {**settings, "steps": MAX_STEPS}
     devices = DevicesRequest() if num_workers is None else DevicesRequest(num_workers=num_workers)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from realhf.api.script.lines import script_error
 from realhf.base.errors import UserError
-from realhf.base.files import delete, write_atomically
+from realhf.base.files import decode_json, delete, write_atomically
 from realhf.rundir.calls_file import RoundLine, round_line
 from realhf.rundir.checkpoints import check, saved_steps, step_folder
 from realhf.rundir.lines import append_line, read_lines
@@ -79,7 +80,8 @@ def _is_good(directory: RunDirectory, step: int, lines: Mapping[int, RoundLine])
 def _check_declared(saved: RunSpec, spec: RunSpec, directory: RunDirectory) -> None:
     if not saved.declared:
         raise UserError(f"the run in {directory.path} is of a declared experiment; give the program another run_dir")
-    before, now = (msgspec.json.decode(msgspec.json.encode(one.values | one.declared)) for one in (saved, spec))
+    content = (msgspec.json.encode(one.values | one.declared) for one in (saved, spec))
+    before, now = (decode_json(each, dict[str, Any]) for each in content)
     if differing := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
         raise UserError(
             f"{directory.path}: the program declares {', '.join(differing)} otherwise than before it was started again "

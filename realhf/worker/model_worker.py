@@ -203,7 +203,7 @@ class ModelWorker:
     def _build_home(self, name: str, home: Layout) -> EngineModel:
         run, setup, computation = self._run, self._run.experiment.setups[name], self._run.computations[name]
         steps = run.experiment.steps * run.optimizer_steps(name)
-        oldest = self._first_version(name)
+        oldest = _first_version(run, name, self._directory.checkpoints)
         spec = ModelSpec(
             run.experiment.graph.models[name],
             self._groups.groups(home),
@@ -218,14 +218,6 @@ class ModelWorker:
         model = build_model(setup.backend, spec)
         fill(model, run, name, self._directory.checkpoints)
         return model
-
-    def _first_version(self, name: str) -> int:
-        """The version of a model's parameters with which this start begins: of a live program the updates that its
-        checkpoint counts, since a round may have any number of them."""
-        step = self._run.spec.resume_step
-        if not (self._run.spec.declared and step and name in self._run.changing_models):
-            return self._run.experiment.graph.weights_version(name, step)
-        return read_state(step_folder(self._directory.checkpoints, step)).weights[name].version
 
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step
@@ -427,3 +419,12 @@ class ModelWorker:
                 is_copied = not request.is_last or name in self._run.plan.offload
                 snapshots[name] = snapshot(model.state(), copied=is_copied)
         self._writer.start(request.directory, snapshots)
+
+
+def _first_version(run: Run, model: str, checkpoints: Path) -> int:
+    """The version of a model's parameters with which this start begins: of a live program the updates that its
+    checkpoint counts, since a round may have any number of them."""
+    step = run.spec.resume_step
+    if not (run.spec.declared and step and model in run.changing_models):
+        return run.experiment.graph.weights_version(model, step)
+    return read_state(step_folder(checkpoints, step)).weights[model].version

@@ -372,6 +372,7 @@ def test_links_lead_somewhere(document: Document) -> None:
 NOT_HERE = ("runs/", "RUN_DIR/", "profiles/local/", ".venv/", "checkpoints/", "logs/", "rollouts/", "keys/")
 NOT_HERE += ("evaluation/", "easy/", "hard/")  # names of statistics
 NOT_HERE += ("rendezvous/", "activity/", "launcher/", "tensorboard/", "tokenizer/", "samples/", "execution-plan/")
+NOT_HERE += ("program/",)
 PATH = re.compile(r"\.?[\w.-]+(/[\w.-]*)+")
 FILE = re.compile(r"[\w-]+\.(py|cpp|h)")
 

@@ -32,7 +32,7 @@ from realhf.rundir.status import EndRequest, request_end
 from tests.e2e.forked import ForkedLauncher, quickly_finished
 from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, FinishedRun
 from tests.e2e.test_algorithms_plans import JOBS, MEASURED, REWARDS, Job, Pattern, at
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.distributed
 
@@ -238,6 +238,22 @@ def test_the_truth_of_values_that_are_asked_for(tmp_path: Path) -> None:
             assert np.abs(advantages.sum(1)).max() < 1e-4
             assert [len(a) for a in rollout.logprob.values()] == [len(a) for a in batch.advantage.values()]
             actor.update(batch, grpo_loss(BETWEEN))
+
+
+def test_columns_of_the_file_stand_beside_what_was_drawn(tmp_path: Path) -> None:
+    rows = [{"prompt": letter * (1 + number), "answer": number} for number, letter in enumerate("abcdefgh")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with started(tmp_path, num_workers=1) as cluster:
+        actor = cluster.policy(trained=False)
+        for prompts in cluster.data(str(tmp_path / "rows.jsonl"), batch_size=16):
+            rollout = actor.generate(prompts, OPTIONS)
+            answers = rollout["answer"]
+            assert answers == [answer for answer in answers[::4] for _ in range(4)]
+            assert [len(text) - 1 for text in prompts.texts()] == answers, "prompts and answers are of one row"
+            sequences = rollout.seq.values()
+            assert [len(each) for each in rollout.prompt.values()] == [answer + 1 for answer in answers]
+            assert all(len(seq) > answer + 1 for seq, answer in zip(sequences, answers, strict=True))
+    assert len(FinishedRun(tmp_path / "run").metrics) == 2, "each row once"
 
 
 def failing(rollout: Any, scores: Any) -> dict[str, Any]:
@@ -480,15 +496,22 @@ def test_a_program_that_is_killed_at_any_moment_leaves_nothing_and_goes_on_with_
             break
         program.kill()
         program.wait()
-        ends_s = time.monotonic() + PATIENCE_S
-        while left := [each for each in Path("/proc").glob("[0-9]*/cmdline") if named_in(each, tmp_path / "run")]:
-            assert time.monotonic() < ends_s, left
-            time.sleep(0.1)
+        wait_until(lambda: not processes_of(tmp_path / "run"), "the end of all processes")
     assert starts > 3
     assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
 
 
-def named_in(command: Path, path: Path) -> bool:
+def processes_of(path: Path) -> list[Path]:
+    return [command for command in Path("/proc").glob("[0-9]*/cmdline") if bytes(path) in read_if_there(command)]
+
+
+def read_if_there(command: Path) -> bytes:
     with contextlib.suppress(OSError):  # it has ended
-        return bytes(path) in command.read_bytes()
-    return False
+        return command.read_bytes()
+    return b""
+
+
+def test_a_program_is_no_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "program.py").write_text("import realhf\nwith realhf.start() as cluster:\n    1 / 0\n")
+    assert cli.main(["run", str(tmp_path / "program.py")]) == 2
+    assert "is a live program, and no experiment; start it with `python " in capsys.readouterr().err

@@ -16,12 +16,14 @@ from realhf.dataflow.plan import save_plan
 from realhf.launch.launcher import Exit
 from realhf.launch.process import Job as StartedJob
 from realhf.lifecycle.verify import VerifyRequest, verify
+from realhf.rundir.events import note
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.paths import worker_name
 from realhf.rundir.status import EndRequest, request_end
 from tests.e2e.forked import ForkedLauncher
 from tests.e2e.runs import ROOT, SMALL, FinishedRun
 from tests.e2e.test_algorithms_plans import COPIED, Job, Pattern, at, graph_of, of, ready, rollouts_of
+from tests.e2e.test_elastic import hurried_search
 
 pytestmark = pytest.mark.distributed
 
@@ -37,12 +39,14 @@ OTHER = Pattern(
     train=(at(0, 4, pp=2, tp=2), at(0, 2, dp=2, pp=2)), generate=(at(0, pp=2, dp=2),), infer=(at(0, dp=4), at(1, tp=2))
 )
 TWO = Pattern(train=(at(0, 4, pp=2),), generate=(at(0, tp=2),), infer=(at(0, dp=2), at(1)))
-End = tuple[Literal["stop", "kill"], int]
+# All on one of four devices, but one call: any search finds a better plan.
+POOR = Pattern(train=(at(0, 4),), generate=(at(0),), infer=(at(3), at(0)))
+End = tuple[Literal["stop", "kill", "replan"], int]
 
 
 class MortalLauncher(ForkedLauncher):
     """Ends its starts, one after the other, as `ends` says: after so many further steps the run is asked to stop, or
-    the last worker is killed."""
+    the last worker is killed, or it stands still until another plan has been searched, since drift is noted."""
 
     ends: Sequence[End] = ()
 
@@ -50,6 +54,7 @@ class MortalLauncher(ForkedLauncher):
         super().__init__(options)
         self._job: StartedJob | None = None
         self._end: End | None = None
+        self._still: int | None = None  # the process that stands still
 
     def start(self, job: StartedJob) -> None:
         super().start(job)
@@ -62,11 +67,20 @@ class MortalLauncher(ForkedLauncher):
         assert self._job is not None
         directory, last = self._job.directory, worker_name(len(self._job.workers) - 1)
         if self._end and len(read_lines(directory.metrics, step_line).values) >= self._end[1]:
-            if self._end[0] == "stop":
-                request_end(directory.stop, EndRequest(reason="asked"))
-            else:
-                os.kill(next(process.pid for name, process in self._running if name == last), signal.SIGKILL)
+            pid = next(process.pid for name, process in self._running if name == last)
+            match self._end[0]:
+                case "stop":
+                    request_end(directory.stop, EndRequest(reason="asked"))
+                case "kill":
+                    os.kill(pid, signal.SIGKILL)
+                case "replan":
+                    self._still = pid
+                    os.kill(pid, signal.SIGSTOP)
+                    note(directory.events, "drift", self._end[1], "as a test says")
             self._end = None
+        if self._still and b'"proposal"' in directory.events.read_bytes():
+            os.kill(self._still, signal.SIGCONT)
+            self._still = None
         return super().poll()
 
     def place(self, worker: int) -> str:
@@ -110,7 +124,7 @@ class Life:
     def parts(self) -> dict[str, list[int]]:
         """The steps that the run has recorded, by the start that made them: what it was, and how many came before."""
         events = [json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines()]
-        starts = [each for each in events if each["event"] in ("started", "resumed", "restarted")]
+        starts = [each for each in events if each["event"] in ("started", "resumed", "restarted", "replanned")]
         found: dict[str, list[int]] = {}
         for step in (line["step"] for line in FinishedRun(self.path).metrics):
             last = max(i for i, start in enumerate(starts) if start["step"] < step)
@@ -150,6 +164,25 @@ def test_all_bits_of_a_run_that_broke_and_was_planned_anew_are_those_of_one_proc
     assert (life.workers(5), life.workers(6)) == (4, 2)
     life.forget_checkpoints()
     assert life.check(6) == 6
+
+
+@pytest.mark.slow
+def test_a_run_that_changed_its_plan_on_its_way_is_that_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--replan switch`: another plan is searched with measured times, and the run goes on under it."""
+    monkeypatch.chdir(ROOT)
+    life = Life(tmp_path, GRPO, *LAYOUT, "float32")
+    switch = ("--replan", "switch", "--switch-cost-s", "0", "--evaluations", "1000")
+    with hurried_search(life.path):
+        assert life.begin("--steps", "12", *life.under(POOR), *switch, ends=[("replan", 5)]) == 0
+    parts = life.parts()
+    assert [*parts] == ["0 started", "1 replanned"]
+    assert len({FinishedRun(life.path).metrics[steps[-1] - 1]["plan"] for steps in parts.values()}) == 2
+    for steps in parts.values():
+        assert life.check(steps[-1]) <= 2
+    life.forget_checkpoints()
+    assert life.check(12) == 12
 
 
 @pytest.mark.slow
