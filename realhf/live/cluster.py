@@ -27,6 +27,7 @@ from realhf.architecture.compute import Reproducible
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.code_files import ProgramBegins, loads, module_name, python_command
 from realhf.base.errors import RunError, UserError
+from realhf.base.files import delete
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.launch.launcher import NoOptions
 from realhf.launch.local import LocalLauncher
@@ -261,7 +262,12 @@ class Cluster:
         if not is_new:
             self._recorded = Recorded.read(directory, spec)
         run = Run(msgspec.structs.replace(spec, resume_step=self._recorded.step), experiment, plan)
-        fill(run, directory)
+        try:
+            fill(run, directory)
+        except (RunError, UserError):
+            if is_new:  # there is nothing to go on with
+                delete(directory.path)
+            raise
         note_start(run, directory, "started" if is_new else "resumed")
         self._processes = _Processes(run, directory)
         experiment.program.calls.read()

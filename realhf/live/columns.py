@@ -57,7 +57,8 @@ class LiveColumns(SymbolicColumns):
         return self._source.rows(name)
 
     def texts(self) -> list[str]:
-        """The responses as texts, one a sample, without their end tokens; the prompts where there are no responses."""
+        """The responses as texts, one a sample, without their end tokens; the prompts, or whole
+        examples, where there are no responses."""
         return self._source.responses(self) if "seq" in self._data else self._source.prompts()
 
 

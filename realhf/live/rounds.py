@@ -12,9 +12,9 @@ from safetensors.numpy import save
 
 from realhf.api.script.columns import Symbolic
 from realhf.api.script.config import Fetch, Generate, Given, ScriptCall
+from realhf.api.script.data import Prompts
 from realhf.api.script.functions import TensorFunction
 from realhf.api.script.lines import script_error
-from realhf.api.script.models import Policy
 from realhf.api.script.program import Program
 from realhf.api.script.symbols import Origin, SymbolicColumn, SymbolicColumns
 from realhf.api.script.trace import Request, Trace
@@ -162,6 +162,8 @@ class Rounds(Trace):
         return Report(ask)
 
     def save(self, model: str, path: str) -> None:
+        if not self.round and not self.calls:
+            raise script_error(f"{model}.save comes before any call: the model is as it was, and no worker has begun")
         self.flush()
         self._place.save(model, path, self.round + bool(self.calls))
 
@@ -242,7 +244,7 @@ class Rounds(Trace):
         if self._rows is None:
             known = [*self.calls, *(self._place_made.known.values() if self._place_made else ())]
             together = [call.interface_impl.samples_per_prompt for call in known if call.generates]
-            if not together and any(isinstance(model, Policy) for model in self.program._models.values()):
+            if not together and isinstance(self.program._first_data, Prompts):
                 raise script_error("how many responses share a row is not known before the first generate; ask later")
             together = together or [1]
             self._rows = DatasetRows(self.program.dataset, self.program.seed, self.size(), together[0])
@@ -298,7 +300,8 @@ class _OfRound:
 
     def prompts(self) -> list[str]:
         rows = self._rounds.rows
-        return [rows.text(row["prompt"]) for row in rows.tokens(self._number, range(self.size()))]
+        of_samples = rows.tokens(self._number, range(self.size()))
+        return [rows.text(row["prompt"] if "prompt" in row else row["tokens"]) for row in of_samples]
 
     def responses(self, columns: LiveColumns) -> list[str]:
         found, made = self.fetch(columns, ("prompt", "seq")), columns._origin.generated_by
@@ -311,6 +314,9 @@ def _settings(call: ModelFunctionCallDef) -> tuple[Any, ...]:
 
 
 def _is_numbers(value: Any) -> bool:
-    if isinstance(value, list | tuple):
+    """Whether a program's value is one number a sample; tuples are hyperparameters."""
+    if isinstance(value, list):
         return bool(value) and all(isinstance(each, Real) for each in value)
+    if isinstance(value, tuple):
+        return False
     return hasattr(value, "__array__") and np.asarray(value).dtype.kind in "biuf" and np.asarray(value).ndim > 0

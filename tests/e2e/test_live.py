@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -20,7 +21,8 @@ import pytest
 
 from realhf import cli
 from realhf.algorithms.grpo.config import GRPO, group_advantages, grpo_loss
-from realhf.api import Policy, Reward, RewardModel, RunError, UserError, ValueModel, tensor_function
+from realhf.algorithms.sft.config import sft_loss
+from realhf.api import Examples, Policy, Reward, RewardModel, RunError, UserError, ValueModel, tensor_function
 from realhf.api.script.data import ScriptData
 from realhf.api.script.models import ScriptModel
 from realhf.data import sort_task
@@ -256,6 +258,34 @@ def test_columns_of_the_file_stand_beside_what_was_drawn(tmp_path: Path) -> None
     assert len(FinishedRun(tmp_path / "run").metrics) == 2, "each row once"
 
 
+def scaled(rollout: Any, limits: tuple[float, float]) -> dict[str, Any]:
+    low, high = limits
+    return {"advantage": [logprob.clamp(low, high) for logprob in rollout.logprob]}
+
+
+def test_a_tuple_is_no_column(tmp_path: Path) -> None:
+    with started(tmp_path, num_workers=1) as cluster:
+        actor = cluster.policy(trained=False)
+        for prompts in prompts_of(cluster, tmp_path, 1):
+            with pytest.raises(UserError, match="save comes before any call"):
+                actor.save(str(tmp_path / "out"))
+            rollout = actor.generate(prompts, OPTIONS)
+            found = tensor_function(scaled)(rollout, (-3.0, -2.5))
+            assert -3.0 <= found.advantage.min() <= found.advantage.max() <= -2.5
+
+
+def test_examples_are_learnt_each_once(tmp_path: Path) -> None:
+    rows = [{"prompt": letter, "response": letter.upper()} for letter in "abcdefgh"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row).lower() + "\n" for row in rows))
+    with started(tmp_path, num_workers=1) as cluster:
+        actor, losses = cluster.policy(lr=1e-2), list[float]()
+        for examples in cluster.data(str(tmp_path / "rows.jsonl"), batch_size=4, kind=Examples):
+            assert all(text[0] == text[-1] for text in examples.texts()), "prompt and response"
+            losses.append(actor.update(examples, sft_loss())["actor_loss"])
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
+
+
 def failing(rollout: Any, scores: Any) -> dict[str, Any]:
     raise ZeroDivisionError("a mistake of the program")
 
@@ -454,6 +484,7 @@ PROGRAM = """
 import sys
 import realhf
 from realhf.algorithms.grpo.config import GRPO, group_advantages, grpo_loss
+from realhf.algorithms.sft.config import sft_loss
 from realhf.api import DecoderConfig
 
 SMALL = DecoderConfig(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=32)
