@@ -171,7 +171,7 @@ def test_a_search_shards_operators_where_memory_is_short_and_the_run_computes_th
     quickly_finished(tmp_path / "half", "ppo", *job, *tight, "--steps", "2")
     resumed = quickly_finished(tmp_path / "half", "ppo", "--resume", "--steps", "4")
     assert json.loads((tmp_path / "half/plan.json").read_text())["calls"] == plan["calls"]
-    measured = {"calls", "time_s", "tokens_per_s", "peak_bytes"}
+    measured = {"calls", "time_s", "tokens_per_s", "peak_bytes", "of_steps"}
     of_both = [[{k: v for k, v in line.items() if k not in measured} for line in r.metrics] for r in (resumed, run)]
     assert of_both[0] == of_both[1], "bit for bit"
 
