@@ -251,7 +251,7 @@ class Rounds(Trace):
         return self._rows
 
     def response(self, tokens: Sequence[int], made: Generate | None) -> str:
-        """The text of a response, without special tokens and what ended it."""
+        """The text of tokens, without special ones; of a response of `made` also without what ended it."""
         if made is not None and len(tokens) and tokens[-1] == made.end_token:
             tokens = tokens[:-1]
         text = self._tokenizer.decode(tokens)
@@ -299,9 +299,8 @@ class _OfRound:
         return [row[name] for row in self._rounds.rows.records(self._number, range(self.size()))]
 
     def prompts(self) -> list[str]:
-        rows = self._rounds.rows
-        of_samples = rows.tokens(self._number, range(self.size()))
-        return [rows.text(row["prompt"] if "prompt" in row else row["tokens"]) for row in of_samples]
+        rows = self._rounds.rows.tokens(self._number, range(self.size()))
+        return [self._rounds.response(row["prompt"] if "prompt" in row else row["tokens"], None) for row in rows]
 
     def responses(self, columns: LiveColumns) -> list[str]:
         found, made = self.fetch(columns, ("prompt", "seq")), columns._origin.generated_by
