@@ -43,9 +43,9 @@ from realhf.master.__main__ import serve
 from realhf.master.live import ProgramQueue, Save, Segment
 from realhf.planning.planner import plan_for
 from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
-from realhf.rundir.calls_file import call_line
+from realhf.rundir.calls_file import SavedModel, call_line, saved_line
 from realhf.rundir.checkpoints import step_folder
-from realhf.rundir.lines import append_line
+from realhf.rundir.lines import append_line, read_lines
 from realhf.rundir.live import LiveExperiment
 from realhf.rundir.logs import logging_to
 from realhf.rundir.paths import MASTER, RunDirectory
@@ -106,6 +106,9 @@ def start(
     if loads:
         file = frame.f_globals.get("__file__")
         raise UserError(f"{file} is a live program, and no experiment; start it with `python {file}`")
+    if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
+        known = ", ".join(("num_workers", "run_dir", "plan", *Settings.__annotations__))
+        raise UserError(f"realhf.start knows no {', '.join(unknown)}; choose from {known}")
     file = frame.f_globals.get("__file__") if frame.f_globals.get("__name__") == "__main__" else None
     common = {**settings, "steps": MAX_STEPS}
     devices = DevicesRequest() if num_workers is None else DevicesRequest(num_workers=num_workers)
@@ -127,6 +130,7 @@ class Cluster:
         self._rounds: Rounds | None = None
         self._processes: _Processes | None = None
         self._recorded = Recorded()
+        self._saved: list[SavedModel] = []  # by earlier starts
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -261,6 +265,7 @@ class Cluster:
         self._held.enter_context(directory.lock(LAUNCHER_LOCK))
         if not is_new:
             self._recorded = Recorded.read(directory, spec)
+            self._saved = list(read_lines(directory.saved, saved_line).values)
         run = Run(msgspec.structs.replace(spec, resume_step=self._recorded.step), experiment, plan)
         try:
             fill(run, directory)
@@ -269,7 +274,7 @@ class Cluster:
                 delete(directory.path)
             raise
         note_start(run, directory, "started" if is_new else "resumed")
-        self._processes = _Processes(run, directory)
+        self._processes = _Processes(run, directory, self._broken)
         experiment.program.calls.read()
 
         def publish(call: ModelFunctionCallDef) -> None:
@@ -279,8 +284,9 @@ class Cluster:
         return Place(directory.values, publish, experiment.program.calls, self._save, self._carry_out)
 
     def _save(self, model: str, path: str, step: int) -> None:
-        if Path(path).exists() and step <= self._recorded.step:
-            return  # by an earlier start
+        saved = SavedModel(model=model, path=str(Path(path).absolute()), step=step)
+        if Path(path).exists() and saved in self._saved:
+            return
         if step < self._recorded.step:
             raise UserError(
                 f"{path} was not there when the program ended in an earlier start, which has gone on to step "
@@ -291,7 +297,7 @@ class Cluster:
             raise UserError(f"{path} exists already; give save a new directory, or remove it first")
         save = Save(step=step)
         assert self._processes is not None
-        self._processes.put(save, self._broken)
+        self._processes.put(save)
         self._wait(save.done)
         source = step_folder(self._directory.checkpoints, step) / model
         what = {"source": str(source), "target": path}
@@ -300,6 +306,7 @@ class Cluster:
         done = subprocess.run(words, check=False, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"{model}.save({path!r}): {done.stderr.strip()}")
+        append_line(self._directory.saved, saved)
 
     def _module(self, name: str) -> str:
         """The name by which workers know a module."""
@@ -318,12 +325,12 @@ class Cluster:
             return self._recorded.answer(round_, len(calls) - len(new), new, ends)
         segment = Segment(round=round_, calls=tuple(calls), new=new, ends=ends)
         assert self._processes is not None
-        self._processes.put(segment, self._broken)
+        self._processes.put(segment)
         return lambda: self._wait(segment.done)
 
     def _wait(self, done: "Future[Any]") -> Any:
         assert self._processes is not None
-        return self._processes.wait(done, self._broken)
+        return self._processes.wait(done)
 
     def _broken(self, error: BaseException) -> NoReturn:
         """Raises what broke the run, with the line of the program whose call it names."""
@@ -335,7 +342,7 @@ class Cluster:
     def _end(self, *, failed: bool) -> None:
         processes, self._processes = self._processes, None
         if processes is not None:
-            processes.end(self._broken, failed=failed)
+            processes.end(failed=failed)
 
 
 class Batches:
@@ -356,10 +363,10 @@ class Batches:
 
 
 class _Processes:
-    """The workers of a run, and its master on a thread of this process."""
+    """The workers of a run, and its master on a thread of this process. `broken` raises what has ended the run."""
 
-    def __init__(self, run: Run, directory: RunDirectory):
-        self._run, self._directory = run, directory
+    def __init__(self, run: Run, directory: RunDirectory, broken: Callable[[BaseException], NoReturn]):
+        self._run, self._directory, self._broken = run, directory, broken
         self._queue = ProgramQueue()
         self._failure: BaseException | None = None
         self._failed_s: float | None = None
@@ -371,31 +378,31 @@ class _Processes:
         self._master.start()
         self._workers.start()
 
-    def put(self, request: Segment | Save | None, broken: Callable[[BaseException], NoReturn]) -> None:
+    def put(self, request: Segment | Save | None) -> None:
         while not self._queue.put(request, _LOOK_S):
-            self._check(broken)
+            self._check()
 
-    def wait(self, done: "Future[Any]", broken: Callable[[BaseException], NoReturn]) -> Any:
+    def wait(self, done: "Future[Any]") -> Any:
         while True:
             try:
                 return done.result(timeout=_LOOK_S)
             except TimeoutError:
                 if not done.done():
-                    self._check(broken)
+                    self._check()
 
-    def _check(self, broken: Callable[[BaseException], NoReturn]) -> None:
+    def _check(self) -> None:
         if self._failure is not None:
             self._workers.join(_END_S)  # which may know the cause
-            broken(self._failure)
+            self._broken(self._failure)
         if not self._master.is_alive():  # somebody has asked for the end
             status = known_status(self._directory.status)
-            broken(RunError(f"the run is over: {status.message if status else 'its master has ended'}"))
+            self._broken(RunError(f"the run is over: {status.message if status else 'its master has ended'}"))
 
-    def end(self, broken: Callable[[BaseException], NoReturn], *, failed: bool) -> None:
+    def end(self, *, failed: bool) -> None:
         """Ends the processes: at once if the program has `failed`, else when all calls have ended."""
         until_s = time.monotonic() + _END_S
         if not failed and self._failure is None and self._master.is_alive():
-            self.put(None, broken)
+            self.put(None)
         self._stops = failed
         while self._master.is_alive() and time.monotonic() < until_s:
             if failed:
@@ -403,7 +410,7 @@ class _Processes:
             self._master.join(_LOOK_S)
         self._workers.join(_END_S)
         if not failed and self._failure is not None:
-            broken(self._failure)
+            self._broken(self._failure)
 
     def _run_master(self) -> None:
         def begun(task: "asyncio.Task[None]") -> None:

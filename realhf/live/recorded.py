@@ -8,10 +8,10 @@ import msgspec
 
 from realhf.api.script.lines import script_error
 from realhf.base.errors import UserError
-from realhf.base.files import decode_json, delete, write_atomically
+from realhf.base.files import decode_json
 from realhf.rundir.calls_file import RoundLine, round_line
 from realhf.rundir.checkpoints import check, saved_steps, step_folder
-from realhf.rundir.lines import append_line, read_lines
+from realhf.rundir.lines import read_lines
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import RunSpec, read_spec
 
@@ -25,7 +25,7 @@ class Recorded:
 
     @classmethod
     def read(cls, directory: RunDirectory, spec: RunSpec) -> "Recorded":
-        """The rounds up to the newest good checkpoint. What came later is removed.
+        """The rounds up to the newest good checkpoint.
 
         Raises UserError where the program declares something else than it did.
         """
@@ -33,13 +33,7 @@ class Recorded:
         lines = {line.round: line for line in read_lines(directory.rounds, round_line).values}
         good = (step for step in reversed(saved_steps(directory.checkpoints)) if _is_good(directory, step, lines))
         step = next(good, 0)
-        kept = {number: line for number, line in lines.items() if number < step}
-        write_atomically(directory.rounds, b"")
-        for line in kept.values():
-            append_line(directory.rounds, line)
-        for later in (path for path in directory.values.glob("step-*") if int(path.name[5:]) > step):
-            delete(later)
-        return cls(step, kept)
+        return cls(step, {number: line for number, line in lines.items() if number < step})
 
     def answer(
         self, round_: int, begun: int, new: Mapping[str, str], ends: bool

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from realhf.base.errors import RunError
 from realhf.data.rows import DatasetRows, rows_of
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.master.loop import CallRecord, Dispatcher, OpenSteps, PlannedGraph, means
@@ -15,10 +14,6 @@ from realhf.master.state import Node
 from realhf.rundir.calls_file import RoundLine
 from realhf.rundir.checkpoints import RunState
 from realhf.rundir.run import Run
-
-
-class Interrupted(RunError):  # noqa: N818
-    """Somebody has asked for the end of the program's run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +63,7 @@ class ProgramQueue:
         return await self._queue.get()
 
 
-class Rounds:
+class ProgramRounds:
     """Executes the segments of a program. A round is a step of the run."""
 
     def __init__(self, run: Run, dispatcher: Dispatcher, state: RunState | None):

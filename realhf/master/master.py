@@ -19,7 +19,7 @@ from realhf.master.clocks import WorkerClocks
 from realhf.master.drift import DriftWatch, reported_calls
 from realhf.master.early_stop import EarlyStop, Verdict
 from realhf.master.key_value_store import KeyValueStore
-from realhf.master.live import Interrupted, ProgramQueue, Rounds, Save, Segment
+from realhf.master.live import ProgramQueue, ProgramRounds, Save, Segment
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph, Sums, added_up, means
 from realhf.master.milestones import Milestones
 from realhf.master.outputs import step_outputs
@@ -87,7 +87,6 @@ class Master:
         program: ProgramQueue | None = None,
     ):
         self._program = program
-        self._planned_steps: int = 0 if program else run.experiment.steps  # 0: nobody knows
         self._run, self._directory, self._server, self._start_id = run, directory, server, start_id
         self._num_workers = run.spec.num_workers
         self._recorder = ActivityWriter(directory.activity(MASTER))
@@ -174,32 +173,33 @@ class Master:
             await self._server.send(worker, Shutdown())
 
     async def _serve(self, program: ProgramQueue, state: RunCheckpoint | None) -> None:
-        """Does what a live program asks for, until it ends or somebody asks for the end. Then there is a checkpoint."""
-        rounds, every = Rounds(self._run, self._dispatcher, state), self._run.spec.checkpoint_every_steps
+        """Does what a live program asks for, until it ends, or a round does after somebody has asked for the end. Then
+        there is a checkpoint."""
+        rounds, every = ProgramRounds(self._run, self._dispatcher, state), self._run.spec.checkpoint_every_steps
         self._saver.made_steps = lambda model, _: rounds.optimizer_steps[model]
         program.open()
         while (request := await program.get()) is not None:
             self._recorder.set(f"round {self._step + 1}")
             found: dict[str, dict[str, float]] = {}
             match request:
-                case Segment():
+                case Save(step=step):
+                    await self._save(step, rounds)
+                case Segment(ends=ends):
                     found = await rounds.carry_out(request)
-                    if request.ends and (records := await rounds.finish(request.round)):
+                    if ends and (records := await rounds.finish(request.round)):
                         self._record_step(request.round, records)
                         append_line(self._directory.rounds, rounds.line(request.round))
                         if every and self._step % every == 0:
                             await self._save(self._step, rounds)
-                case Save(step=step):
-                    await self._save(step, rounds)
-            if self._end_request is not None:
-                self._ending = "stopped"
-                self._why_early = f"ended after step {self._step}, {self._end_request.in_words}"
-                request.done.set_exception(Interrupted(self._why_early))
-                break
+                            self._saver.kept_step = self._step  # checkpoints within rounds do not push it out
+                    if ends and self._end_request is not None:
+                        self._ending = "stopped"
+                        self._why_early = f"ended after step {self._step}, {self._end_request.in_words}"
+                        break
             request.done.set_result(found)
         await self._save(self._step, rounds)
 
-    async def _save(self, step: int, rounds: Rounds) -> None:
+    async def _save(self, step: int, rounds: ProgramRounds) -> None:
         """Writes a checkpoint, unless there is one of the same weights and step."""
         folder = step_folder(self._directory.checkpoints, step)
         if not step or not self._run.changing_models or (folder.exists() and not rounds.is_changed):
@@ -346,7 +346,7 @@ class Master:
         check_start(self._directory, self._start_id)
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
-        metrics |= {"of_steps": self._planned_steps, "num_workers": self._num_workers, "plan": self._plan_digest}
+        metrics |= {"of_steps": self._run.planned_steps, "num_workers": self._num_workers, "plan": self._plan_digest}
         for record in records:
             if record.node.call in self._run.experiment.graphs["train"].calls:
                 reply = next(iter(record.replies.values()))  # it is of all workers
@@ -558,6 +558,6 @@ class Master:
 
     def _write_status(self, state: RunState, message: str = "", blamed: Iterable[int] = ()) -> None:
         self._state = state
-        steps = self._planned_steps
+        steps = self._run.planned_steps
         status = Status(state=state, step=self._step, steps=steps, message=message, blamed=tuple(sorted(blamed)))
         write_status(self._directory.status, status)

@@ -1,7 +1,8 @@
-"""`program/calls.jsonl`: the calls that a live program has made, for the workers; `rounds.jsonl`: its rounds.
+"""`program/calls.jsonl`: the calls that a live program has made, for the workers; `rounds.jsonl`: its rounds;
+`saved.jsonl`: the models that it has saved.
 
-A call is data. Functions and classes stand in it by their names, as MODULE:NAME, and are looked up in the modules that
-the program's own file has imported: nothing in the file is executed.
+A call is data. Functions and classes stand in it by their names, as MODULE:NAME, whose modules workers import as they
+do those of a declared experiment; only dataclasses and enumerations are made of it.
 """
 
 import dataclasses
@@ -139,6 +140,19 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 def round_line(line: bytes) -> RoundLine:
     """Raises BadContentError."""
     return decode_json(line, RoundLine)
+
+
+class SavedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line of `program/saved.jsonl`: a model that the program has saved, as it was in round `step`."""
+
+    model: str
+    path: str
+    step: int
+
+
+def saved_line(line: bytes) -> SavedModel:
+    """Raises BadContentError."""
+    return decode_json(line, SavedModel)
 
 
 def call_digest(line: CallLine, given: bytes = b"") -> str:

@@ -60,6 +60,7 @@ class RunDirectory:
     tokenizer = _Below("tokenizer")  # the files of the experiment's tokenizer
     calls = _Below("program/calls.jsonl")  # the calls of a live program (`realhf.rundir.calls_file`)
     rounds = _Below("program/rounds.jsonl")  # a line for each round of a live program (`realhf.rundir.calls_file`)
+    saved = _Below("program/saved.jsonl")  # a line for each model that a live program has saved
     values = _Below("program/values")  # a live program's fetched and given values, a folder a round
     rollouts = _Below("rollouts")  # the data of `--record`, a folder a step
     logs = _Below("logs")

@@ -10,6 +10,7 @@ from realhf.base.files import delete, replacing, write_atomically, writing_a_run
 from realhf.base.shown import visible
 from realhf.dataflow.plan import digest_in, plan_digest, save_plan
 from realhf.rundir import checkpoints
+from realhf.rundir.calls_file import round_line
 from realhf.rundir.events import note
 from realhf.rundir.lines import evaluation_line, read_lines, step_line
 from realhf.rundir.outputs import outputs_line
@@ -25,9 +26,9 @@ from realhf.transport.keys import make_run_keys
 def prepare(run: Run, directory: RunDirectory) -> None:
     """Leaves the directory as the run had it after `run.spec.resume_step` steps, with a new start id and new keys.
 
-    Metrics, evaluations, samples, outputs and rollouts of later steps go. Earlier traces stay as trace-1.json,
-    trace-2.json, earlier plans as plan-1.json and so on, the logs of earlier starts in folders of their ids. The caller
-    holds the directory's lock. Raises RunError if a file cannot be written.
+    Metrics, evaluations, samples, outputs, rollouts and a program's records of later steps go. Earlier traces stay as
+    trace-1.json, trace-2.json, earlier plans as plan-1.json and so on, the logs of earlier starts in folders of their
+    ids. The caller holds the directory's lock. Raises RunError if a file cannot be written.
     """
     step = run.spec.resume_step
     checkpoints.remove_unfinished(directory.checkpoints)  # on a full disk this makes room
@@ -39,12 +40,14 @@ def prepare(run: Run, directory: RunDirectory) -> None:
         (directory.evaluations, lambda line: evaluation_line(line)["step"]),
         (directory.samples, lambda line: sample_line(line).step),
         (directory.outputs, lambda line: outputs_line(line).step),
+        (directory.rounds, lambda line: round_line(line).round + 1),
     ):
         for damaged in _keep_lines_up_to(path, step_of, step):
             note(directory.events, "damaged", step, damaged)
             print(visible(damaged), file=sys.stderr)
-    for later in (found for found in checkpoints.saved_steps(directory.rollouts) if found > step):
-        delete(checkpoints.step_folder(directory.rollouts, later))
+    for folder in (directory.rollouts, directory.values):
+        for later in (found for found in checkpoints.saved_steps(folder) if found > step):
+            delete(checkpoints.step_folder(folder, later))
     if directory.trace.exists():
         directory.trace.rename(_next_name(directory.trace))
     for folder in (directory.keys, directory.rendezvous, directory.activity("master").parent):

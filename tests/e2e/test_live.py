@@ -22,7 +22,7 @@ import pytest
 from realhf import cli
 from realhf.algorithms.grpo.config import GRPO, group_advantages, grpo_loss
 from realhf.algorithms.sft.config import sft_loss
-from realhf.api import Examples, Policy, Reward, RewardModel, RunError, UserError, ValueModel, tensor_function
+from realhf.api import Examples, Policy, Reward, RewardModel, RunError, Teacher, UserError, ValueModel, tensor_function
 from realhf.api.script.data import ScriptData
 from realhf.api.script.models import ScriptModel
 from realhf.data import sort_task
@@ -33,7 +33,7 @@ from realhf.live import cluster as live
 from realhf.rundir.status import EndRequest, request_end
 from tests.e2e.forked import ForkedLauncher, quickly_finished
 from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, FinishedRun
-from tests.e2e.test_algorithms_plans import JOBS, MEASURED, REWARDS, Job, Pattern, at
+from tests.e2e.test_algorithms_plans import JOBS, MEASURED, REWARDS, Job, Pattern, Runs, at
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.distributed
@@ -47,11 +47,17 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def words_of(job: Job, folder: Path) -> tuple[str, ...]:
+def words_of(job: Job, folder: Path, runs: Runs | None = None) -> tuple[str, ...]:
+    """`runs`: makes the checkpoints that the job reads."""
     data = sort_task.ensure(folder / "data")
     own = (*SMALL, "--steps", str(STEPS), "--data", data / job.data, "--tokenizer", data / "tokenizer.json")
     rates = [word for model in job.models for word in (f"--{model}.schedule", "constant", f"--{model}.lr", "2e-3")]
-    given = [word.format(examples=data / "sft.jsonl") for word in job.words]
+    files = {"{examples}": str(data / "sft.jsonl")}
+    for word, name in (("{judge}", "reward"), ("{teacher}", "sft")):
+        if word in job.words:
+            assert runs is not None
+            files[word] = str(runs.reference(name).path)
+    given = [files.get(word, word) for word in job.words]
     return tuple(map(str, (*own, "--dtype", "float64", *rates, *given)))
 
 
@@ -73,6 +79,7 @@ def run_live(job: Job, words: tuple[str, ...], run_dir: Path, **settings: Any) -
                 case ScriptModel():
                     declare = {
                         Policy: cluster.policy,
+                        Teacher: cluster.policy,
                         ValueModel: cluster.value_model,
                         RewardModel: cluster.reward_model,
                     }
@@ -92,18 +99,22 @@ def statistics(run: FinishedRun) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k not in left_out and not k.endswith("_seconds")} for line in run.metrics]
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("algorithms"))
+
+
 CASES = [
     pytest.param(name, workers, marks=[] if (name, workers) in (("grpo", 2), ("safe-rlhf", 1)) else pytest.mark.slow)
-    for name, job in JOBS.items()
-    if not {"{teacher}", "{judge}"} & {*job.words}  # they need checkpoints
+    for name in JOBS
     for workers in (1, 2, 4)
 ]
 
 
 @pytest.mark.parametrize(("name", "workers"), CASES)
-def test_a_ready_script_gives_the_same_numbers(name: str, workers: int, tmp_path: Path) -> None:
+def test_a_ready_script_gives_the_same_numbers(name: str, workers: int, runs: Runs, tmp_path: Path) -> None:
     job = JOBS[name]
-    words = words_of(job, tmp_path)
+    words = words_of(job, tmp_path, runs)
     traced = quickly_finished(tmp_path / "traced", ready_file(job.experiment), *words, "--num-workers", str(workers))
     found = run_live(job, words, tmp_path / "live", num_workers=workers)
     expected, got = statistics(traced), statistics(found)
@@ -344,6 +355,8 @@ def test_a_worker_that_is_killed_ends_the_program(tmp_path: Path) -> None:
 def test_what_a_program_cannot_have(tmp_path: Path) -> None:
     with started(tmp_path, num_workers=1) as cluster:
         actor = cluster.policy()
+        with pytest.raises(UserError, match="knows no sed; choose from num_workers, run_dir, plan, seed, dtype"):
+            live.start(sed=1)  # type: ignore[call-arg]
         with pytest.raises(UserError, match="there is no batch"):
             actor.generate(None, OPTIONS)
         with pytest.raises(UserError, match=r"actor_2: schedule='linear'"):
@@ -434,8 +447,7 @@ POINTS = [(0, "begun"), (2, "fetched"), (3, "updated"), (4, "fetched"), (4, "end
 
 
 def test_a_program_that_is_run_again_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    """It is answered from the record up to the newest checkpoint; under another plan, and on another number of workers,
-    the numbers are the same within rounding."""
+    """It is answered from the record up to the newest checkpoint."""
     learning(tmp_path, "whole")
     for place in POINTS:
         with pytest.raises(DiesError):
@@ -445,6 +457,43 @@ def test_a_program_that_is_run_again_goes_on_with_the_same_bits(tmp_path: Path) 
     assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "resumed"] == [2, 2, 4, 4, 4, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"dtype": "float64"}, {"dtype": "bfloat16", "reproducible": "layout"}])
+def test_a_program_goes_on_with_another_number_of_workers(settings: dict[str, str], tmp_path: Path) -> None:
+    """Within rounding; with the option all bits are the same."""
+    learning(tmp_path, "whole", **settings)
+    with pytest.raises(DiesError):
+        learning(tmp_path, "run", dies=(5, "fetched"), **settings)
+    learning(tmp_path, "run", **settings, num_workers=1)
+    run, whole = FinishedRun(tmp_path / "run"), FinishedRun(tmp_path / "whole")
+    assert [line["num_workers"] for line in run.metrics] == [2, 2, 2, 2, 1, 1, 1]
+    if "reproducible" in settings:
+        assert lines_of(run.path) == lines_of(whole.path)
+    for one, other in zip(statistics(run), statistics(whole), strict=True):
+        assert one == pytest.approx(other, rel=1e-9, abs=1e-9)
+
+
+def test_models_saved_within_rounds_push_no_checkpoint_out(tmp_path: Path) -> None:
+    def program(last: int) -> None:
+        with started(tmp_path, num_workers=1, dtype="float32", checkpoint_every=2) as cluster:
+            actor = cluster.policy(lr=1e-2)
+            for number, prompts in enumerate(prompts_of(cluster, tmp_path, 6)):
+                rollout = actor.generate(prompts, OPTIONS)
+                if number > 1:
+                    actor.save(str(tmp_path / f"out-{number}"))
+                scores = [letters(text) for text in rollout.texts()]
+                actor.update(group_advantages(rollout, scores, None, BETWEEN), grpo_loss(BETWEEN))["actor_loss"]
+                if number == last:
+                    raise DiesError
+
+    with pytest.raises(DiesError):
+        program(4)
+    with pytest.raises(DiesError):
+        program(5)
+    started_from = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in started_from if event["event"] == "resumed"] == [4]
 
 
 def test_a_program_that_decides_otherwise_is_told_where(tmp_path: Path) -> None:

@@ -52,7 +52,9 @@ class Course:
         given |= {"checkpoint_every_steps": None, "checkpoint_every_minutes": None, **spec}
         evaluations = {} if evaluate == () else {"evaluation": SimpleNamespace(every_steps=evaluate)}
         self.run: Any = SimpleNamespace(
-            spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=STEPS, evaluations=evaluations)
+            spec=SimpleNamespace(**given),
+            experiment=SimpleNamespace(steps=STEPS, evaluations=evaluations),
+            planned_steps=STEPS,
         )
         self.run.deadlines, self.run.initial_steps = Deadlines(), {}
 

@@ -66,7 +66,7 @@ class Ended:
         }
         run: Any = SimpleNamespace(
             spec=SimpleNamespace(**spec, tensorboard=False, wandb_project=None, trackio_project=None),
-            experiment=SimpleNamespace(steps=7), deadlines=Deadlines(), initial_steps={},
+            experiment=SimpleNamespace(steps=7), planned_steps=7, deadlines=Deadlines(), initial_steps={},
         )  # fmt: skip
         clock = Clock()
         loop = asyncio.SelectorEventLoop(clock)

@@ -106,7 +106,7 @@ def end_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     given |= {"tensorboard": False, "wandb_project": None, "trackio_project": None}
     given |= {"stop_early": None, "drift_threshold": 1.5}
     run: Any = SimpleNamespace(
-        spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7, evaluations={}, graphs={})
+        spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7, evaluations={}, graphs={}), planned_steps=7
     )
     run.deadlines, run.initial_steps = Deadlines(), {}
     clock = Clock()
@@ -354,7 +354,7 @@ def test_the_best_by_a_statistic_that_nothing_makes(
     plan = ExecutionPlan(num_devices=1, calls={})
     graph = ppo_graph()
     experiment = SimpleNamespace(graph=graph, graphs={"train": graph}, steps=7, evaluations={})
-    run: Any = SimpleNamespace(spec=spec, plan=plan, experiment=experiment)
+    run: Any = SimpleNamespace(spec=spec, plan=plan, experiment=experiment, planned_steps=7)
     run.deadlines, run.initial_steps = Deadlines(), {}
     directory.evaluations.write_text('{"step":0,"accuracy":0.5}\n')
     master = Master(run, directory, ScriptedServer([], Clock()))  # type: ignore[arg-type]
