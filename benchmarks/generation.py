@@ -262,8 +262,9 @@ class _EndsAt(StoppingCriteria):
 
 def product_cases() -> Iterable[dict]:
     """Our kernel's products of bfloat16 weights with matrix registers and without, where the processor has them."""
+    kinds = kernels.Instructions
     weights = [packed for _ in range(PRODUCTS) if (packed := pack(torch.randn(*PRODUCT).bfloat16()))]
-    for rows in (16, 256) if weights and kernels.use_matrices(True) else ():
+    for rows in (16, 256) if kernels.use_instructions(kinds.amx) == kinds.amx else ():
         x = torch.randn(rows, PRODUCT[1]).bfloat16()
 
         def all_products(x: Tensor = x) -> None:
@@ -272,9 +273,9 @@ def product_cases() -> Iterable[dict]:
 
         seconds = {}
         for matrices in (True, False):
-            kernels.use_matrices(matrices)
+            kernels.use_instructions(kinds.amx if matrices else kinds.avx512)
             seconds[matrices] = _best_s(all_products) / PRODUCTS
-        kernels.use_matrices(True)
+        kernels.use_instructions(kinds.amx)
         ratio = seconds[False] / seconds[True]
         yield case(
             f"product of {rows} rows with a bfloat16 weight {list(PRODUCT)}, beside no AMX",

@@ -51,8 +51,12 @@ PYBIND11_MODULE(_cpu, m) {
                    matrix(key, key_stride), matrix(value, value_stride), scale, window, at<void>(out));
         },
         Release());
-    m.def("has_products", has_products);
-    m.def("use_matrices", use_matrices);
+    py::enum_<Instructions>(m, "Instructions")
+        .value("any", Instructions::any)
+        .value("avx2", Instructions::avx2)
+        .value("avx512", Instructions::avx512)
+        .value("amx", Instructions::amx);
+    m.def("use_instructions", use_instructions);
     m.def("packed_bytes", packed_bytes);
     m.def(
         "pack",

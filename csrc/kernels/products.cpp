@@ -8,11 +8,11 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#define HAS_PRODUCTS 1
+#define HAS_VARIANTS 1
 #define FOR_PRODUCTS __attribute__((target("avx512vl,avx512bf16")))
 #define FOR_MATRICES __attribute__((target("avx512vl,avx512bf16,amx-tile,amx-bf16")))
 #else
-#define HAS_PRODUCTS 0
+#define HAS_VARIANTS 0
 #endif
 
 namespace kernels {
@@ -57,21 +57,6 @@ void pack_columns(int64_t out, int64_t in, Matrix weight, void* packed) {
     }
 }
 
-#if HAS_PRODUCTS
-
-// Sums of two registers a row, two registers of weights and one of x fill the 32 that there are.
-constexpr int TILE_ROWS = 14;
-// With this number of rows, x stays in the second cache while all panels pass by.
-constexpr int BLOCK_ROWS = 8 * TILE_ROWS;
-
-// total + x w, of the units in the lanes.
-INLINE FOR_PRODUCTS __m512 multiply_add(__m512 total, __m512i x, __m512i w, float) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), total);
-}
-INLINE FOR_PRODUCTS __m512 multiply_add(__m512 total, __m512i x, __m512i w, BFloat16) {
-    return _mm512_dpbf16_ps(total, (__m512bh)x, (__m512bh)w);
-}
-
 template <class S>
 struct Target {
     const S* bias;
@@ -79,7 +64,7 @@ struct Target {
     Matrix y;
 
     // The sums of `count` outputs from `column` on.
-    INLINE FOR_PRODUCTS void put(Floats total, int64_t row, int64_t column, int64_t count) const {
+    INLINE void put(Floats& total, int64_t row, int64_t column, int64_t count) const {
         S* const to = static_cast<S*>(y.data) + row * y.stride + column;
         Floats lanes;
         if (bias) {
@@ -94,6 +79,126 @@ struct Target {
         store(to, total, count);
     }
 };
+
+// Half of LANES, a register of AVX2.
+typedef float Eight __attribute__((vector_size(32)));
+typedef uint32_t EightWords __attribute__((vector_size(32)));
+
+// Sums of two registers a row, two registers of weights and one of x fit into the 16 that AVX2 has.
+constexpr int HALF_TILE_ROWS = 6;
+// With this number of rows, x stays in the second cache while all panels pass by.
+constexpr int HALF_BLOCK_ROWS = 12 * HALF_TILE_ROWS;
+
+// The `i`th numbers of eight units.
+template <class S>
+INLINE void load_units(Eight& numbers, const uint32_t* from, int i) {
+    EightWords words;
+    std::memcpy(&words, from, sizeof(words));
+    if constexpr (sizeof(S) == sizeof(BFloat16)) words = i ? words & 0xFFFF0000u : words << 16;
+    std::memcpy(&numbers, &words, sizeof(numbers));
+}
+
+// The sums of ROWS rows of x, [in, ROWS], and half a panel.
+template <int ROWS, class S>
+INLINE void half_sums(const float* x, const uint32_t* panel, int64_t units, float* to) {
+    Eight sums[ROWS][2] = {};
+    for (int64_t u = 0; u < units; ++u, panel += PANEL) {
+#pragma GCC unroll 2
+        for (int i = 0; i < PER_UNIT<S>; ++i, x += ROWS) {
+            Eight first, second;
+            load_units<S>(first, panel, i);
+            load_units<S>(second, panel + LANES / 2, i);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                sums[r][0] += x[r] * first;
+                sums[r][1] += x[r] * second;
+            }
+        }
+    }
+    std::memcpy(to, sums, sizeof(sums));
+}
+
+// Functions of their own, with nothing else in them: else the compiler keeps no sums in registers.
+using HalfTile = void (*)(const float* x, const uint32_t* panel, int64_t units, float* to);
+using HalfTiles = HalfTile[HALF_TILE_ROWS];
+template <int ROWS, class S>
+__attribute__((noinline)) void half_tile(const float* x, const uint32_t* panel, int64_t units, float* to) {
+    half_sums<ROWS, S>(x, panel, units, to);
+}
+template <class S>
+constexpr HalfTiles HALF_TILES = {half_tile<1, S>, half_tile<2, S>, half_tile<3, S>,
+                                  half_tile<4, S>, half_tile<5, S>, half_tile<6, S>};
+
+// `rows` rows of x as float32 in the order [in, rows].
+template <class S>
+void turn(int64_t rows, int64_t in, Matrix x, float* to) {
+    for (int64_t row = 0; row < rows; ++row) {
+        const S* const from = static_cast<const S*>(x.data) + row * x.stride;
+        for (int64_t i = 0; i < in; ++i) {
+            if constexpr (sizeof(S) == sizeof(BFloat16)) {
+                const uint32_t word = static_cast<uint32_t>(from[i].bits) << 16;
+                std::memcpy(to + i * rows + row, &word, sizeof(word));
+            } else {
+                to[i * rows + row] = from[i];
+            }
+        }
+    }
+}
+
+template <class S>
+void product_by_halves(int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const Target<S>& target,
+                       const HalfTiles& tiles) {
+    const int64_t units = in / PER_UNIT<S>, blocks = (rows + HALF_BLOCK_ROWS - 1) / HALF_BLOCK_ROWS;
+    std::vector<float> turned(static_cast<size_t>(std::min(rows, int64_t{HALF_BLOCK_ROWS}) * in));
+    float sums[HALF_TILE_ROWS * LANES];
+    for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
+        const int64_t of_block = (count + HALF_TILE_ROWS - 1) / HALF_TILE_ROWS;
+        const auto begin_of = [&](int64_t tile) { return first + count * tile / of_block; };
+        for (int64_t t = 0; t < of_block; ++t) {
+            const int64_t row = begin_of(t);
+            const Matrix from{static_cast<S*>(x.data) + row * x.stride, x.stride};
+            turn<S>(begin_of(t + 1) - row, in, from, turned.data() + (row - first) * in);
+        }
+        for (int64_t column = 0; column < out; column += LANES) {
+            const uint32_t* const panel =
+                static_cast<const uint32_t*>(packed) + column / PANEL * PANEL * units + column % PANEL;
+            for (int64_t t = 0; t < of_block; ++t) {
+                const int64_t row = begin_of(t), of_tile = begin_of(t + 1) - row;
+                tiles[of_tile - 1](turned.data() + (row - first) * in, panel, units, sums);
+                for (int64_t r = 0; r < of_tile; ++r) {
+                    Floats total;
+                    load(total, sums + r * LANES);
+                    target.put(total, row + r, column, std::min(out - column, int64_t{LANES}));
+                }
+            }
+        }
+    }
+}
+
+#if HAS_VARIANTS
+
+template <int ROWS, class S>
+__attribute__((noinline, target("avx2,fma"))) void half_tile_of_avx2(const float* x, const uint32_t* panel,
+                                                                     int64_t units, float* to) {
+    half_sums<ROWS, S>(x, panel, units, to);
+}
+template <class S>
+constexpr HalfTiles HALF_TILES_OF_AVX2 = {half_tile_of_avx2<1, S>, half_tile_of_avx2<2, S>, half_tile_of_avx2<3, S>,
+                                          half_tile_of_avx2<4, S>, half_tile_of_avx2<5, S>, half_tile_of_avx2<6, S>};
+
+// Sums of two registers a row, two registers of weights and one of x fill the 32 that AVX-512 has.
+constexpr int TILE_ROWS = 14;
+// With this number of rows, x stays in the second cache while all panels pass by.
+constexpr int BLOCK_ROWS = 8 * TILE_ROWS;
+
+// total + x w, of the units in the lanes.
+INLINE FOR_PRODUCTS __m512 multiply_add(__m512 total, __m512i x, __m512i w, float) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), total);
+}
+INLINE FOR_PRODUCTS __m512 multiply_add(__m512 total, __m512i x, __m512i w, BFloat16) {
+    return _mm512_dpbf16_ps(total, (__m512bh)x, (__m512bh)w);
+}
 
 // The next panel, asked for a cache line at a time while this one is multiplied.
 struct Ahead {
@@ -136,8 +241,9 @@ __attribute__((noinline)) FOR_PRODUCTS Ahead tile(Units units, Ahead ahead, bool
     }
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-        target.put((Floats)sums[r][0], row + r, column, std::min(count, int64_t{LANES}));
-        if (count > LANES) target.put((Floats)sums[r][1], row + r, column + LANES, count - LANES);
+        Floats first = (Floats)sums[r][0], second = (Floats)sums[r][1];
+        target.put(first, row + r, column, std::min(count, int64_t{LANES}));
+        if (count > LANES) target.put(second, row + r, column + LANES, count - LANES);
     }
     return ahead;
 }
@@ -174,8 +280,6 @@ bool has_matrices() {
     const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
     return has && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
-
-bool uses_matrices = has_matrices();
 
 // Registers 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 a panel; `first` and `second` are rows of x.
 FOR_MATRICES void configure(int64_t first, int64_t second) {
@@ -260,13 +364,7 @@ FOR_MATRICES void product_of_matrices(int64_t rows, int64_t out, Units units, co
 }
 
 template <class S>
-FOR_PRODUCTS void product_of(int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const void* bias,
-                             bool adds, Matrix y) {
-    const Units units{static_cast<const uint32_t*>(x.data), x.stride / PER_UNIT<S>,
-                      static_cast<const uint32_t*>(packed), in / PER_UNIT<S>};
-    const Target<S> target{static_cast<const S*>(bias), adds, y};
-    if constexpr (sizeof(S) == sizeof(BFloat16))
-        if (uses_matrices) return product_of_matrices(rows, out, units, target);
+FOR_PRODUCTS void product_by_panels(int64_t rows, int64_t out, Units units, const Target<S>& target) {
     const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     for (int64_t b = 0; b < blocks; ++b)
         product_of_block<S>(rows * b / blocks, rows * (b + 1) / blocks, out, units, target);
@@ -274,23 +372,36 @@ FOR_PRODUCTS void product_of(int64_t rows, int64_t out, int64_t in, Matrix x, co
 
 #endif
 
+Instructions best() {
+#if HAS_VARIANTS
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16"))
+        return has_matrices() ? Instructions::amx : Instructions::avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Instructions::avx2;
+#endif
+    return Instructions::any;
+}
+
+Instructions used = best();
+
+template <class S>
+void product_of(int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const void* bias, bool adds,
+                Matrix y) {
+    const Target<S> target{static_cast<const S*>(bias), adds, y};
+#if HAS_VARIANTS
+    const Units units{static_cast<const uint32_t*>(x.data), x.stride / PER_UNIT<S>,
+                      static_cast<const uint32_t*>(packed), in / PER_UNIT<S>};
+    if constexpr (sizeof(S) == sizeof(BFloat16))
+        if (used == Instructions::amx) return product_of_matrices(rows, out, units, target);
+    if (used >= Instructions::avx512) return product_by_panels(rows, out, units, target);
+    if (used == Instructions::avx2)
+        return product_by_halves(rows, out, in, x, packed, target, HALF_TILES_OF_AVX2<S>);
+#endif
+    product_by_halves(rows, out, in, x, packed, target, HALF_TILES<S>);
+}
+
 }  // namespace
 
-bool has_products() {
-#if HAS_PRODUCTS
-    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
-#else
-    return false;
-#endif
-}
-
-bool use_matrices([[maybe_unused]] bool wanted) {
-#if HAS_PRODUCTS
-    return uses_matrices = wanted && has_matrices();
-#else
-    return false;
-#endif
-}
+Instructions use_instructions(Instructions most) { return used = std::min(most, best()); }
 
 int64_t packed_bytes(DType dtype, int64_t out, int64_t in) {
     return (out + PANEL - 1) / PANEL * PANEL * in * (dtype == DType::float32 ? 4 : 2);
@@ -304,15 +415,10 @@ void pack(DType dtype, int64_t out, int64_t in, Matrix weight, bool by_columns, 
         (dtype == DType::float32 ? pack_units<float> : pack_units<BFloat16>)(out, in, weight, packed);
 }
 
-void product([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t out,
-             [[maybe_unused]] int64_t in, [[maybe_unused]] Matrix x, [[maybe_unused]] const void* packed,
-             [[maybe_unused]] const void* bias, [[maybe_unused]] bool adds, [[maybe_unused]] Matrix y) {
-#if HAS_PRODUCTS
+void product(DType dtype, int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const void* bias,
+             bool adds, Matrix y) {
     if (dtype == DType::float64) refuse();
     (dtype == DType::float32 ? product_of<float> : product_of<BFloat16>)(rows, out, in, x, packed, bias, adds, y);
-#else
-    throw std::invalid_argument("kernels: products are for processors with AVX-512");
-#endif
 }
 
 }  // namespace kernels

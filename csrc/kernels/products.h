@@ -1,4 +1,4 @@
-// Products with packed weights, for processors with AVX-512 and its bfloat16 instructions.
+// Products with packed weights. Each number is one sum, whatever else is computed with it.
 //
 // A decode step multiplies a few dozen rows by every weight of the model once. Tiles of as many rows as there are fill
 // the registers, and the weights that come next are fetched from memory meanwhile.
@@ -14,12 +14,13 @@ namespace kernels {
 // [ceil(out / PANEL), in / 2, PANEL, 2]. Numbers behind the last output are 0.
 constexpr int PANEL = 2 * LANES;
 
-// Whether this processor computes them.
-bool has_products();
+// Instructions by which products are made, the better ones last; each rounds differently. `avx512` needs those for
+// bfloat16 too, `amx` has matrix registers for bfloat16.
+enum class Instructions { any, avx2, avx512, amx };
 
-// Whether products of bfloat16 are made in matrix registers (AMX) from now on: where the processor has them, unless they
-// are not `wanted`. Before the first call they are where the processor has them. Both ways round differently.
-bool use_matrices(bool wanted);
+// Makes products from now on by the best ones that the processor has, but none better than `most`; returns them. Before
+// the first call there is no limit.
+Instructions use_instructions(Instructions most);
 
 // Bytes of a packed weight [out, in].
 int64_t packed_bytes(DType dtype, int64_t out, int64_t in);
@@ -29,8 +30,7 @@ int64_t packed_bytes(DType dtype, int64_t out, int64_t in);
 void pack(DType dtype, int64_t out, int64_t in, Matrix weight, bool by_columns, void* packed);
 
 // y [rows, out] = x [rows, in] W^T + bias, and with `adds` y += that; sums in float32, rounded where torch's operators
-// round. Each number is one sum in the order of `in`, in matrix registers by blocks of 32, however many rows and outputs
-// there are. `bias` may be null.
+// round. Each number is one sum in the order of `in`, in matrix registers by blocks of 32. `bias` may be null.
 void product(DType dtype, int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const void* bias,
              bool adds, Matrix y);
 

@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.cpu.huge_pages import empty_in_huge_pages
-from realhf.cpu.in_order import has_products
 from realhf.cpu.native import DTYPES, kernels
-
-_HAS_PRODUCTS = has_products()
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,10 @@ class PackedWeight:
 def pack(weight: Tensor) -> PackedWeight | None:
     """A copy of `weight` [out, width]; None where the kernel does not take it.
 
-    It takes float32 and bfloat16 (of these an even width) on processors with AVX-512 and its bfloat16 instructions.
+    It takes float32 and bfloat16 (of these an even width) on CPUs.
     """
     out, width = weight.shape
-    is_taken = _HAS_PRODUCTS and weight.device.type == "cpu" and weight.dtype in DTYPES
+    is_taken = kernels is not None and weight.device.type == "cpu" and weight.dtype in DTYPES
     if not is_taken or (weight.dtype == torch.bfloat16 and width % 2):
         return None
     dtype = DTYPES[weight.dtype]

@@ -3,8 +3,8 @@
 On AMD CPUs MKL's float32 kernels use half of the vector width and oneDNN's all of it: 100 against 230 GFLOP/s a core of
 an EPYC 9005, also in the products of both gradients. An EPYC 9004 computes all vectors in halves: both have the same
 rate there, and MKL needs no transposed copies for the gradient of a weight. A weight that serves many steps is *packed*
-into the order in which a kernel reads it. Processors with AVX-512 use our own kernel (`realhf.cpu.products`), others
-oneDNN's. On an EPYC 9004 our kernel reaches about its full rate at 8 rows; oneDNN's reaches 0.9 of it at 64 rows, and
+into the order in which a kernel reads it: our own (`realhf.cpu.products`), or oneDNN's where that is not built. On an
+EPYC 9004 our kernel reaches about its full rate at 8 rows; oneDNN's reaches 0.9 of it at 64 rows, and
 half of it at 8. `benchmarks/generation.py` measures what AMX adds.
 """
 

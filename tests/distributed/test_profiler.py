@@ -14,7 +14,6 @@ from msgspec import structs
 
 from realhf.architecture.model import DecoderConfig
 from realhf.cli import main
-from realhf.cpu.products import has_products
 from realhf.geometry.parameters import parameter_count
 from realhf.launch.local import LocalLauncher
 from realhf.planning.model.descriptions import load_hardware
@@ -461,7 +460,6 @@ def _profile_in_order(rank: int) -> tuple[LayerProfile, set[tuple[int, bool]], s
     return found, kernels, computed, max(normed)
 
 
-@pytest.mark.skipif(not has_products(), reason="a processor without AVX-512 and its bfloat16")
 def test_the_kernels_of_reproducible_layout_are_measured():
     """Both leaves of a model at tp=1 and each at tp=2, in layers and in whole calls; parts and the norm of a step."""
     for profile, kernels, computed, normed in run_distributed(_profile_in_order, 2):

@@ -3,12 +3,10 @@
 import pytest
 
 from benchmarks.lib.routing import GENERATIONS, MODEL, RANKS, SAMPLES, TRAININGS, Choices, choices, differing, sequences
-from realhf.cpu.in_order import has_products
 from tests.distributed.pool import run_distributed
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.skipif(not has_products(), reason="this processor lacks the kernel"),
 ]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cpu.in_order import has_products
 from realhf.data import sort_task
 from realhf.planning.model.experience import RunTimes, runs_folder
 from realhf.planning.model.profile import load_profile
@@ -58,7 +57,6 @@ def test_a_run_makes_the_next_plan_surer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_products(), reason="a processor without AVX-512 and its bfloat16")
 def test_times_under_reproducible_layout_lie_beside_the_profile_of_its_kernels(tmp_path: Path) -> None:
     data = sort_task.ensure(tmp_path / "task")
     job = ("sft", "--data", str(data / "sft.jsonl"), "--tokenizer", str(data / "tokenizer.json"), *SMALL)

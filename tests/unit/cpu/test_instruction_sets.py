@@ -11,8 +11,7 @@ from torch.utils.cpp_extension import include_paths
 from tests.e2e.runs import ROOT
 from tests.waiting import PATIENCE_S
 
-# All that the kernels compute, and generation with them; without AVX-512 weights are packed for oneDNN, which then has
-# no bfloat16.
+# All that the kernels compute, and generation with them.
 TESTS = (
     "tests/unit/cpu",
     "tests/unit/parallel/test_linear.py",
@@ -25,9 +24,9 @@ import importlib.util, sys, pytest
 spec = importlib.util.spec_from_file_location("realhf.cpu._cpu", sys.argv[1])
 module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-from realhf.cpu import native, products
+from realhf.cpu import native
 assert native.kernels is module
-assert not products._HAS_PRODUCTS
+assert module.use_instructions(module.Instructions.amx) == module.Instructions.any
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 

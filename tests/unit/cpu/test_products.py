@@ -5,9 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from realhf.cpu import products
-from tests.unit.packing import needs_own
-
-pytestmark = needs_own
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

@@ -14,9 +14,6 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.attention import packed_positions
 from realhf.models.decoder import Decoder
 from realhf.parallel.groups import ParallelGroups
-from tests.unit.packing import needs_own
-
-pytestmark = needs_own
 
 CONFIG = DecoderConfig(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=50

@@ -11,7 +11,6 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import Computation, Recomputation
 from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.architecture.model import DecoderConfig, DType
-from realhf.cpu import products
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.backend import ModelSpec
@@ -174,12 +173,10 @@ def test_a_prompt_that_samples_share_is_planned_once(group: int) -> None:
     assert memory.peak_bytes <= planned <= 1.25 * memory.peak_bytes
 
 
-in_order = pytest.mark.skipif(not products.has_products(), reason="a processor without AVX-512 and its bfloat16")
 ORDERED, LAYOUT = replace(CPU, packs_weights=True, ordered=True), Computation(reproducible="layout")
 TOKENS_BYTES = 4096  # tokens, positions and places of 192 tokens, which are not planned
 
 
-@in_order
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("dtype", "length"), [("float32", 24), ("float32", 96), ("bfloat16", 24)])
@@ -200,7 +197,6 @@ def test_gradients_of_parts_are_planned(dtype: DType, length: int, tied: bool, p
     assert memory.peak_bytes - TOKENS_BYTES <= planned <= 1.1 * memory.peak_bytes
 
 
-@in_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}], ids=str)
 def test_weights_that_generation_keeps_in_order_are_planned(changes: dict, dtype: DType) -> None:

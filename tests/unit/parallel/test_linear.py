@@ -49,19 +49,16 @@ def test_values_of_packed_weights_are_those_of_the_plain_product(dtype, rows, pa
     assert_plain_product(x, weight, bias, packed)
 
 
-@pytest.mark.parametrize("matrices", [True, False])
+@pytest.mark.parametrize("instructions", ["any", "avx2", "avx512", "amx"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2, 30, 32, 34, 100])
-def test_a_number_of_a_packed_product_depends_on_no_other_row_or_output(dtype, width, matrices):
-    """In matrix registers and without: whole tiles of 16 and 32 rows, and what is left of them."""
+def test_a_number_of_a_packed_product_depends_on_no_other_row_or_output(dtype, width, instructions):
+    """By the best instructions up to these: whole tiles and blocks of rows, and what is left of them."""
     torch.manual_seed(width)
     x, weight = torch.randn(300, width).to(dtype), torch.randn(70, width).to(dtype)
-    packed = products.pack(weight)
-    if packed is None:
-        assert not products.kernels.has_products()
-        return
+    packed, kinds = products.pack(weight), products.kernels.Instructions
     try:
-        products.kernels.use_matrices(matrices)
+        products.kernels.use_instructions(getattr(kinds, instructions))
         whole = packed.product(x)
         expected = x.double() @ weight.double().t()
         torch.testing.assert_close(whole.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * width**0.5)
@@ -71,7 +68,7 @@ def test_a_number_of_a_packed_product_depends_on_no_other_row_or_output(dtype, w
             some = products.pack(weight[first : first + outputs])
             assert torch.equal(some.product(x), whole[:, first : first + outputs])
     finally:
-        products.kernels.use_matrices(True)
+        products.kernels.use_instructions(kinds.amx)
 
 
 @pytest.mark.parametrize("in_halves", [False, True])

@@ -7,13 +7,11 @@ import torch.nn.functional as F
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.chunks import LOGITS_BYTES
 from realhf.cpu import products
-from realhf.cpu.in_order import has_products
 from realhf.engine.train.optimizer import FlatAdamW
 from realhf.parallel import ordered
 from realhf.parallel.ordered import Leaves, column_sums, columns, product, row, tree_sum, weight_gradient
 from realhf.parallel.vocabulary import Softmax
 
-pytestmark = pytest.mark.skipif(not has_products(), reason="this processor lacks the kernel")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
