@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,16 @@ def pytest_runtest_setup() -> None:
         torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="K/N", help="run the Kth of N parts of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption("--part").split("/"))
+    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part - 1]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in {*left_out}]
     items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))  # in one process, and so the last to end
 
 

@@ -123,6 +123,7 @@ def test_a_ready_script_gives_the_same_numbers(name: str, workers: int, runs: Ru
         assert other == pytest.approx(one, rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_calls_move_parameters_between_layouts_as_a_traced_run_does(tmp_path: Path) -> None:
     """One plan for both, on four workers; the live one reads rows that other workers have made."""
     job = JOBS["grpo"]
@@ -443,7 +444,7 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     return [of_step | {"digests": calls} for of_step, calls in zip(statistics(run), digests, strict=True)]
 
 
-POINTS = [(0, "begun"), (2, "fetched"), (3, "updated"), (4, "fetched"), (4, "ends"), (5, "updated"), (6, "ends")]
+POINTS = [(0, "begun"), (3, "updated"), (5, "fetched"), (6, "ends")]
 
 
 def test_a_program_that_is_run_again_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -456,7 +457,7 @@ def test_a_program_that_is_run_again_goes_on_with_the_same_bits(tmp_path: Path) 
     learning(tmp_path, "run")
     assert lines_of(tmp_path / "run") == lines_of(tmp_path / "whole")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "resumed"] == [2, 2, 4, 4, 4, 6]
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [2, 4, 6]
 
 
 @pytest.mark.slow
@@ -476,24 +477,23 @@ def test_a_program_goes_on_with_another_number_of_workers(settings: dict[str, st
 
 
 def test_models_saved_within_rounds_push_no_checkpoint_out(tmp_path: Path) -> None:
-    def program(last: int) -> None:
+    def program() -> None:
         with started(tmp_path, num_workers=1, dtype="float32", checkpoint_every=2) as cluster:
             actor = cluster.policy(lr=1e-2)
-            for number, prompts in enumerate(prompts_of(cluster, tmp_path, 6)):
+            for number, prompts in enumerate(prompts_of(cluster, tmp_path, 4)):
                 rollout = actor.generate(prompts, OPTIONS)
                 if number > 1:
                     actor.save(str(tmp_path / f"out-{number}"))
                 scores = [letters(text) for text in rollout.texts()]
                 actor.update(group_advantages(rollout, scores, None, BETWEEN), grpo_loss(BETWEEN))["actor_loss"]
-                if number == last:
+                if number == 3:
                     raise DiesError
 
-    with pytest.raises(DiesError):
-        program(4)
-    with pytest.raises(DiesError):
-        program(5)
+    for _ in range(2):
+        with pytest.raises(DiesError):
+            program()
     started_from = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in started_from if event["event"] == "resumed"] == [4]
+    assert [event["step"] for event in started_from if event["event"] == "resumed"] == [2]
 
 
 def test_a_program_that_decides_otherwise_is_told_where(tmp_path: Path) -> None:

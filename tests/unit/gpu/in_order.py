@@ -28,20 +28,24 @@ def as_on_gpu() -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(fused, name, lambda *tensors: False)
         patch.setattr(ordered_layers, "check_in_order", lambda threads: None)
         patch.setattr(paged_attention, "machine", lambda device: WITH_TRITON)
-        multiply_bfloat16(patch)
+        multiply_in_order(patch)
         yield patch
 
 
-def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    """The interpreter would multiply the bits of bfloat16 as whole numbers."""
+def multiply_in_order(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter would multiply by BLAS, in which a sum may depend on its place in a tile; and of bfloat16 the
+    bits, as whole numbers."""
     builder = interpreter.InterpreterBuilder
-    plain, short, wide = builder.create_dot, interpreter.tl.bfloat16, interpreter.tl.float32
+    short, wide = interpreter.tl.bfloat16, interpreter.tl.float32
 
-    def in_float32(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        a, b = (self.create_fp_ext(x, wide) if x.dtype.scalar == short else x for x in (a, b))
-        return plain(self, a, b, *rest)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        left, right = ((self.create_fp_ext(x, wide) if x.dtype.scalar == short else x).data for x in (a, b))
+        total = d.data.copy()
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., k, None, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
 
-    patch.setattr(builder, "create_dot", in_float32)
+    patch.setattr(builder, "create_dot", create_dot)
 
 
 def in_whole_vectors(**changes: object) -> DecoderConfig:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from realhf.gpu import sums
 from realhf.gpu.sums import add_rows, product, row_sums
-from tests.unit.gpu.in_order import multiply_bfloat16
+from tests.unit.gpu.in_order import multiply_in_order
 from tests.unit.models.flash import IN_INTERPRETER
 
 pytestmark = IN_INTERPRETER
@@ -20,9 +20,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
 @pytest.fixture(autouse=True)
-def _bfloat16() -> Iterator[None]:
+def _multiplies_in_order() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        multiply_bfloat16(patch)
+        multiply_in_order(patch)
         yield
 
 
@@ -39,16 +39,14 @@ def test_products_are_those_of_float64(
     rows: int, outs: int, width: int, dtype: torch.dtype, is_transposed: bool, has_bias: bool
 ) -> None:
     """Of transposed weights, and of parts of the columns of both, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        multiply_bfloat16(patch)
-        torch.manual_seed(rows + outs + width)
-        x = torch.randn(rows, width + 3).to(dtype)[:, 3:]
-        weight = torch.randn(width, outs).to(dtype).t() if is_transposed else torch.randn(outs, width).to(dtype)
-        bias = torch.randn(outs + 1).to(dtype)[1:] if has_bias else None
-        y = product(x, weight, bias)
-        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        assert y.dtype == dtype
-        torch.testing.assert_close(y.double(), expected, rtol=0, atol=TOLERANCE[dtype] * float(expected.abs().max()))
+    torch.manual_seed(rows + outs + width)
+    x = torch.randn(rows, width + 3).to(dtype)[:, 3:]
+    weight = torch.randn(width, outs).to(dtype).t() if is_transposed else torch.randn(outs, width).to(dtype)
+    bias = torch.randn(outs + 1).to(dtype)[1:] if has_bias else None
+    y = product(x, weight, bias)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=TOLERANCE[dtype] * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
