@@ -39,8 +39,8 @@ _PRODUCTS = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
-# oneDNN's products, flash-attn's kernels and those behind `torch.nn.attention.varlen`.
-_PRODUCT_NAMESPACES = {"mkldnn", "flash_attn", "torch_attn"}
+# oneDNN's products and our own, flash-attn's kernels and those behind `torch.nn.attention.varlen`.
+_PRODUCT_NAMESPACES = {"mkldnn", "realhf", "flash_attn", "torch_attn"}
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

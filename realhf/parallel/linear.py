@@ -81,6 +81,8 @@ def pack_for_onednn(weight: Tensor) -> Tensor | None:
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """grad^T x [out, in], the gradient of the weight of `linear`, from grad [rows, out] and x [rows, in]."""
+    if _is_widened(x):
+        return weight_gradient(grad.float(), x.float()).to(x.dtype)
     if not _is_for_onednn(x) or computes_in_halves():
         return grad.t() @ x
     # oneDNN is 500 times slower on rows that are not contiguous, such as the input of a slice.
@@ -106,8 +108,14 @@ def _takes_gradient(*tensors: Tensor) -> bool:
 
 
 def _is_for_onednn(x: Tensor) -> bool:
-    is_candidate = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() == 2
-    return is_candidate and x.shape[0] >= _FEWEST_ROWS and _has_onednn(x.dtype)
+    if x.device.type != "cpu" or x.dim() != 2 or x.shape[0] < _FEWEST_ROWS:
+        return False
+    return _is_widened(x) or (x.dtype == torch.float32 and _has_onednn(x.dtype))
+
+
+def _is_widened(x: Tensor) -> bool:
+    """Whether x is multiplied in float32: without oneDNN's products of bfloat16, torch's take ten times as long."""
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and not _has_onednn(x.dtype)
 
 
 @lru_cache(maxsize=1)
@@ -130,8 +138,20 @@ def _has_onednn(dtype: torch.dtype) -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _is_widened(x):
+        return torch.ops.realhf.linear_in_float32(x, weight, bias)
     # The operator that torch's compiler uses for a linear layer on the CPU.
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+# An operator, so that recomputation keeps its result (`realhf.models.recomputation`), and not that in float32.
+_operators = torch.library.Library("realhf", "DEF")
+_operators.define("linear_in_float32(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_operators.impl("linear_in_float32", _in_float32, "CPU")
 
 
 class _OneDnnLinear(torch.autograd.Function):

@@ -83,6 +83,18 @@ def test_gradients_are_those_of_the_plain_product(rows, in_halves, monkeypatch):
         torch.testing.assert_close(leaf.grad.double(), expected.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_of_bfloat16_without_onednn_are_those_of_float32_rounded_once(monkeypatch):
+    monkeypatch.setattr(module, "_has_onednn", lambda dtype: False)
+    leaves = [x.requires_grad_(True) for x in operands(65, torch.bfloat16)]
+    linear(*leaves).square().sum().backward()
+    wide = [x.detach().float().requires_grad_(True) for x in leaves]
+    y = F.linear(*wide)
+    assert torch.equal(linear(*leaves), y.bfloat16())
+    y.backward(2 * y.detach().bfloat16().float())
+    for leaf, expected in zip(leaves[:2], wide[:2], strict=True):
+        torch.testing.assert_close(leaf.grad.float(), expected.grad, rtol=2**-8, atol=1e-5)
+
+
 def test_a_gradient_is_only_computed_where_it_is_asked_for(monkeypatch):
     x, weight, _ = operands(8, torch.float32)
     calls = []

@@ -1,0 +1,101 @@
+"""`experiments/live_programs.py`: what each program calls depends on what it found."""
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.data import sort_task
+from tests.e2e.runs import FinishedRun
+from tests.e2e.test_live import forked  # noqa: F401 - a fixture for all tests
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 5
+Calls = list[list[str]]  # of each round
+module: Any = importlib.import_module("experiments.live_programs")
+
+
+def numbers(line: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.?\d*", line)]
+
+
+def updates(calls: Calls) -> list[int]:
+    return [sum("train_step" in name for name in of_round) for of_round in calls]
+
+
+def draws(calls: Calls) -> list[int]:
+    return [sum("generate" in name for name in of_round) for of_round in calls]
+
+
+def rises(lines: list[str], calls: Calls) -> bool:
+    tokens, scores = zip(*map(numbers, lines), strict=True)
+    return all(
+        later == min(9, now + 2 * (score > 0.405)) or 0.395 <= score <= 0.405
+        for now, later, score in zip(tokens, tokens[1:], scores, strict=False)
+    )
+
+
+def leaves(lines: list[str], calls: Calls) -> bool:
+    left = [len(line.split(",")) for line in lines]
+    return left == [3, 2, 1, 1, 1] == draws(calls) and updates(calls) == [0, 0, 1, 1, 1]
+
+
+def stops_when_far(lines: list[str], calls: Calls) -> bool:
+    far = [numbers(line)[0] > 0.05 for line in lines]
+    return updates(calls) == [int(not each) for each in far] and not any(far[:-1])
+
+
+def follows_the_divergence(lines: list[str], calls: Calls) -> bool:
+    found = [numbers(line.replace("e-", "00000")) for line in lines]
+    return len({beta for beta, _ in found}) > 1 and updates(calls) == [1] * STEPS
+
+
+def goes_on_until_it_moved(lines: list[str], calls: Calls) -> bool:
+    return updates(calls) == [int(numbers(line)[0]) for line in lines]
+
+
+def keeps(lines: list[str], calls: Calls) -> bool:
+    found = [numbers(line) for line in lines]
+    ends = len(lines) < STEPS
+    return all(best == max(f for f, _ in found[: i + 1]) for i, (_, best) in enumerate(found)) and (
+        updates(calls) == [1] * (len(lines) - ends) + [0] * ends
+    )
+
+
+HOLDS: dict[str, Callable[[list[str], Calls], bool]] = {
+    "curriculum": rises,
+    "best_of_n": lambda lines, calls: draws(calls) == [int(numbers(line)[0]) for line in lines],
+    "rejection_sampling": lambda lines, calls: (
+        draws(calls) == [int(numbers(line)[0]) for line in lines]
+        and updates(calls) == [int(numbers(line)[1] >= 25) for line in lines]
+    ),
+    "stop_on_divergence": stops_when_far,
+    "self_play": lambda lines, calls: len(lines) == 3 or sum(numbers(lines[-1])) == len(lines),
+    "tournament": lambda lines, calls: all(numbers(line)[0] >= numbers(line)[1] for line in lines),
+    "prompt_search": leaves,
+    "adaptive_kl": follows_the_divergence,
+    "as_far_as_allowed": goes_on_until_it_moved,
+    "examples_when_stuck": lambda lines, calls: updates(calls) == [1] * STEPS and "own answers" in lines[0],
+    "keep_the_best": keeps,
+    "race": lambda lines, calls: updates(calls) == [3, 3, 2, 2, 1],
+}
+DEFAULT = ("rejection_sampling", "prompt_search")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in DEFAULT else pytest.mark.slow) for n in HOLDS])
+def test_what_a_program_calls_depends_on_what_it_found(name: str, tmp_path: Path) -> None:
+    data = sort_task.ensure(tmp_path / "data")
+    words = ["--data", data, "--steps", STEPS, "--num-workers", 1, "--run-dir", tmp_path / "run"]
+    lines = module.main([name, *map(str, words)])
+    calls = [[*line["calls"]] for line in FinishedRun(tmp_path / "run").metrics]
+    assert len(calls) == len(lines)
+    assert HOLDS[name](lines, calls), (lines, calls)
+
+
+def test_all_are_tried() -> None:
+    assert len(HOLDS) == 12
+    assert module.PROGRAMS.keys() == HOLDS.keys()
