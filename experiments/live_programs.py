@@ -3,12 +3,14 @@
     python -m realhf.data.sort_task sorting
     python experiments/live_programs.py tournament --steps 10
 
-They teach a small model with random weights to put letters in order. Each yields a line a round; `NAME` is the function.
+They teach a small model with random weights to put letters in order. Each yields a line a round.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ PROMPTS = "prompts.jsonl"
 
 def in_order(text: str) -> float:
     """The share of neighbouring letters that are in order."""
-    pairs = list(zip(text, text[1:], strict=False))
+    pairs = list(pairwise(text))
     return sum(a <= b for a, b in pairs) / max(1, len(pairs))
 
 
@@ -69,12 +71,13 @@ def rejection_sampling(cluster: Cluster, data: Path, steps: int) -> Iterator[str
     """Draws until a quarter of the responses is accepted, at most four times; learns from those that are."""
     actor = cluster.policy(lr=1e-3)
     for prompts in cluster.data(str(data / PROMPTS), batch_size=BATCH, steps=steps):
-        for draws in range(1, 5):
+        draws, accepted = 0, [0.0]
+        while draws < 4 and mean(accepted) < 0.25:
+            draws += 1
             rollout = actor.generate(prompts, OPTIONS)
             accepted = [float(score > 0.6) for score in scores_of(rollout)]
-            if mean(accepted) >= 0.25:
-                learn(actor, rollout, accepted)
-                break
+        if mean(accepted) >= 0.25:
+            learn(actor, rollout, accepted)
         yield f"{draws} draws, {mean(accepted):.0%} accepted"
 
 
@@ -126,22 +129,22 @@ def tournament(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
 
 def prompt_search(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
     """Of three ways to ask the worst leaves after each round; the policy learns under the last one."""
-    lines = (data / PROMPTS).read_text().splitlines()[: BATCH * steps]
-    kinds = {"plain": "", "starred": "*", "twice": ">"}
-    for kind, sign in kinds.items():
-        asked = [line.replace('>"', f'{sign}>"') for line in lines]
-        (data / f"prompts-{kind}.jsonl").write_text("\n".join(asked) + "\n")
-    actor, left = cluster.policy(lr=1e-3), [*kinds]
-    batches = [cluster.data(str(data / f"prompts-{kind}.jsonl"), batch_size=BATCH, steps=steps) for kind in kinds]
-    for of_round in zip(*batches, strict=True):
-        prompts = dict(zip(kinds, of_round, strict=True))
-        rollouts = {kind: actor.generate(prompts[kind], OPTIONS) for kind in left}
-        scores = {kind: scores_of(rollout) for kind, rollout in rollouts.items()}
-        yield ", ".join(f"{kind} {mean(scores[kind]):.2f}" for kind in left)
+    signs = {"plain": "", "starred": "*", "twice": ">"}
+    rows = [json.loads(line) for line in (data / PROMPTS).read_text().splitlines()[:3000]]
+    asked = data / "asked.jsonl"
+    with asked.open("w") as file:
+        for row, (kind, sign) in zip(rows, cycle(signs.items()), strict=False):
+            file.write(json.dumps({"prompt": row["prompt"] + sign, "kind": kind}) + "\n")
+    actor, left = cluster.policy(lr=1e-3), [*signs]
+    for prompts in cluster.data(str(asked), batch_size=3 * BATCH, steps=steps):
+        rollout = actor.generate(prompts, OPTIONS)
+        scores, kinds = scores_of(rollout), rollout["kind"]
+        found = {kind: mean([score for score, of in zip(scores, kinds, strict=True) if of == kind]) for kind in left}
+        yield ", ".join(f"{kind} {score:.2f}" for kind, score in found.items())
         if len(left) > 1:
-            left.remove(min(left, key=lambda kind: mean(scores[kind])))
-        else:
-            learn(actor, rollouts[left[0]], scores[left[0]])
+            left.remove(min(left, key=lambda kind: found[kind]))
+        else:  # a group with one reward teaches nothing
+            learn(actor, rollout, [score * (kind in left) for score, kind in zip(scores, kinds, strict=True)])
 
 
 def adaptive_kl(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
@@ -161,12 +164,12 @@ def as_far_as_allowed(cluster: Cluster, data: Path, steps: int) -> Iterator[str]
     for prompts in cluster.data(str(data / PROMPTS), batch_size=BATCH, steps=steps):
         rollout = actor.generate(prompts, OPTIONS)
         scores = scores_of(rollout)
-        for updates in range(1, 5):
+        updates, moved = 0, 0.0
+        while updates < 4 and moved < 0.1:
+            updates += 1
             learn(actor, rollout, scores)
             now = actor.logprobs(rollout, key="now").now.values()
             moved = max(abs(a - b).max() for a, b in zip(now, rollout.logprob.values(), strict=True))
-            if moved > 0.1:
-                break
         yield f"{updates} updates moved a token by {moved:.3f} nats"
 
 
@@ -188,18 +191,18 @@ def examples_when_stuck(cluster: Cluster, data: Path, steps: int) -> Iterator[st
 
 
 def keep_the_best(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
-    """Looks at held-out prompts before each update, and ends when three looks were no better than the best one."""
+    """Looks at every second batch alone, and ends when two looks were no better than the best one."""
     actor, best, since = cluster.policy(lr=1e-3), 0.0, 0
-    trained = cluster.data(str(data / PROMPTS), batch_size=BATCH, steps=steps)
-    held_out = cluster.data(str(data / "evaluation.jsonl"), batch_size=BATCH, steps=steps)
-    for prompts, others in zip(trained, held_out, strict=True):
-        rollout, look = actor.generate(prompts, OPTIONS), actor.generate(others, OPTIONS)
-        found = mean(scores_of(look))
-        best, since = (found, 0) if found > best else (best, since + 1)
-        yield f"held out {found:.2f}, best {best:.2f}"
-        if since == 3:
+    for round_, prompts in enumerate(cluster.data(str(data / PROMPTS), batch_size=BATCH, steps=steps)):
+        rollout = actor.generate(prompts, OPTIONS)
+        scores = scores_of(rollout)
+        if round_ % 2:
+            learn(actor, rollout, scores)
+            continue
+        best, since = (mean(scores), 0) if mean(scores) > best else (best, since + 1)
+        yield f"held out {mean(scores):.2f}, best {best:.2f}"
+        if since == 2:
             break
-        learn(actor, rollout, scores_of(rollout))
 
 
 def race(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:

@@ -86,6 +86,7 @@ RUN_HERE = {
         "--batch-size 8 --reinforce.max-new-tokens 8"
     ),
     "python train.py": "",
+    "python experiments/live_programs.py tournament --steps 10": "--steps 2 --num-workers 1",
     "realhf --version": "",
     "realhf doctor": "",
     "torchrun --standalone --nproc-per-node 2 train_osdp.py": "",
