@@ -120,6 +120,7 @@ def run_of(dataset: SFTDataset | None = None, **changes: Any) -> Any:
             max_steps_in_flight=2,
         ),
         "batch_size": lambda _: 4,
+        "planned_steps": 9,
         "experiment": SimpleNamespace(
             graph=GRAPH, graphs=graphs, steps=9, seed=5, dataset=dataset, evaluations=changes.pop("evaluations", {})
         ),
