@@ -13,9 +13,11 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from lib.common import case, case_parser, finish
 from on_gpu import generation_cases
 from torch import Tensor
@@ -261,31 +263,35 @@ class _EndsAt(StoppingCriteria):
 
 
 def product_cases() -> Iterable[dict]:
-    """Our kernel's products of bfloat16 weights with matrix registers and without, where the processor has them."""
+    """Our kernel's products of bfloat16 weights beside torch's, and with matrix registers beside those without, where
+    the processor has them; products of training beside torch's, where these are not the same."""
     kinds = kernels.Instructions
-    weights = [packed for _ in range(PRODUCTS) if (packed := pack(torch.randn(*PRODUCT).bfloat16()))]
-    for rows in (16, 256) if kernels.use_instructions(kinds.amx) == kinds.amx else ():
+    weights = [torch.randn(*PRODUCT).bfloat16() for _ in range(PRODUCTS)]
+    packed = list(filter(None, map(pack, weights)))
+    for rows in (16, 256):
         x = torch.randn(rows, PRODUCT[1]).bfloat16()
+        name = f"product of {rows} rows with a bfloat16 weight {list(PRODUCT)}"
+        ours = [partial(weight.product, x) for weight in packed]
+        yield _beside(f"{name}, beside torch's", ours, [partial(F.linear, x, weight) for weight in weights])
+        if kernels.use_instructions(kinds.amx) == kinds.amx:
+            without = [partial(kernels.use_instructions, kinds.avx512), *ours]
+            yield _beside(f"{name}, beside no AMX", [partial(kernels.use_instructions, kinds.amx), *ours], without)
+            kernels.use_instructions(kinds.amx)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        x, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((1024, PRODUCT[1]), PRODUCT))
+        name = f"product of 1,024 rows with a bfloat16 weight {list(PRODUCT)} and its gradients, beside torch's"
+        yield _beside(name, *([partial(_with_gradients, function, x, weight)] for function in (linear, F.linear)))
 
-        def all_products(x: Tensor = x) -> None:
-            for weight in weights:
-                weight.product(x)
 
-        seconds = {}
-        for matrices in (True, False):
-            kernels.use_instructions(kinds.amx if matrices else kinds.avx512)
-            seconds[matrices] = _best_s(all_products) / PRODUCTS
-        kernels.use_instructions(kinds.amx)
-        ratio = seconds[False] / seconds[True]
-        yield case(
-            f"product of {rows} rows with a bfloat16 weight {list(PRODUCT)}, beside no AMX",
-            seconds[True] * 1e3,
-            "ms",
-            baseline=seconds[False] * 1e3,
-            ratio=ratio,
-            target=1.0,
-            holds=ratio >= 1,
-        )
+def _with_gradients(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> None:
+    product(x, weight).sum().backward()
+
+
+def _beside(name: str, ours: list[Callable[[], object]], other: list[Callable[[], object]]) -> dict:
+    """The time of one of our functions beside one of the others'."""
+    own_s, other_s = (_best_s(lambda each=each: [work() for work in each]) / len(each) for each in (ours, other))
+    ratio = other_s / own_s
+    return case(name, own_s * 1e3, "ms", baseline=other_s * 1e3, ratio=ratio, target=1.0, holds=ratio >= 1)
 
 
 def matmul_rate(dtype: torch.dtype) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle, pairwise
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 import realhf
@@ -33,10 +34,6 @@ def in_order(text: str) -> float:
 
 def scores_of(rollout: Any) -> list[float]:
     return [in_order(text) for text in rollout.texts()]
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
 
 
 def learn(actor: Any, rollout: Any, scores: list[float]) -> Any:
@@ -83,7 +80,7 @@ def rejection_sampling(cluster: Cluster, data: Path, steps: int) -> Iterator[str
 
 def stop_on_divergence(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
     """Ends when the policy is too far from where it began."""
-    actor, reference = cluster.policy(lr=3e-3), cluster.policy(trained=False)
+    actor, reference = cluster.policy(lr=1e-4), cluster.policy(trained=False)
     for prompts in cluster.data(str(data / PROMPTS), batch_size=BATCH, steps=steps):
         rollout = actor.generate(prompts, OPTIONS)
         before = reference.logprobs(rollout)
@@ -131,7 +128,7 @@ def prompt_search(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
     """Of three ways to ask the worst leaves after each round; the policy learns under the last one."""
     signs = {"plain": "", "starred": "*", "twice": ">"}
     rows = [json.loads(line) for line in (data / PROMPTS).read_text().splitlines()[:3000]]
-    asked = data / "asked.jsonl"
+    asked = data.with_name("asked.jsonl")  # the folder of the task is as it was made
     with asked.open("w") as file:
         for row, (kind, sign) in zip(rows, cycle(signs.items()), strict=False):
             file.write(json.dumps({"prompt": row["prompt"] + sign, "kind": kind}) + "\n")
@@ -149,23 +146,23 @@ def prompt_search(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
 
 def adaptive_kl(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
     """The coefficient of the divergence follows the divergence that was measured."""
-    actor, reference, options = cluster.policy(lr=1e-3), cluster.policy(trained=False), replace(OPTIONS, beta=0.01)
+    actor, reference, options = cluster.policy(lr=1e-4), cluster.policy(trained=False), replace(OPTIONS, beta=0.01)
     for prompts in cluster.data(str(data / PROMPTS), batch_size=BATCH, steps=steps):
         rollout = actor.generate(prompts, options)
         batch = group_advantages(rollout, scores_of(rollout), reference.logprobs(rollout), options)
         divergence = actor.update(batch, grpo_loss(options))["ref_kl"]
         yield f"beta {options.beta:.3g}: {divergence:.5f} nats"
-        options = replace(options, beta=options.beta * (2 if divergence > 1e-3 else 0.5))
+        options = replace(options, beta=options.beta * (2 if divergence > 0.01 else 0.5))
 
 
 def as_far_as_allowed(cluster: Cluster, data: Path, steps: int) -> Iterator[str]:
     """Learns from one rollout again, until the policy has moved by a given distance."""
-    actor = cluster.policy(lr=1e-3)
+    actor = cluster.policy(lr=1e-4)
     for prompts in cluster.data(str(data / PROMPTS), batch_size=BATCH, steps=steps):
         rollout = actor.generate(prompts, OPTIONS)
         scores = scores_of(rollout)
         updates, moved = 0, 0.0
-        while updates < 4 and moved < 0.1:
+        while updates < 4 and moved < 0.3:
             updates += 1
             learn(actor, rollout, scores)
             now = actor.logprobs(rollout, key="now").now.values()

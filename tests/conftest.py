@@ -1,5 +1,6 @@
 """What makes a test the same each time: examples, random numbers, numbers of threads, no clocks of hypothesis."""
 
+import argparse
 import os
 import random
 import signal
@@ -53,15 +54,22 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1/1", metavar="K/N", help="run the Kth of N parts of the tests")
+    parser.addoption("--part", default="1/1", type=_part, metavar="K/N", help="run the Kth of N parts of the tests")
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; 2/4 is the second of four")
+    return int(number), int(parts)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = map(int, config.getoption("--part").split("/"))
-    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != part - 1]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in {*left_out}]
+    part, parts = config.getoption("--part")
+    of_part = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
+    if len(of_part) < len(items):
+        config.hook.pytest_deselected(items=[*{*items} - {*of_part}])
+        items[:] = of_part
     items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))  # in one process, and so the last to end
 
 

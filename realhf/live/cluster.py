@@ -285,7 +285,8 @@ class Cluster:
 
     def _save(self, model: str, path: str, step: int) -> None:
         saved = SavedModel(model=model, path=str(Path(path).absolute()), step=step)
-        if Path(path).exists() and saved in self._saved:
+        is_own = saved in self._saved
+        if Path(path).exists() and is_own and step <= self._recorded.step:
             return
         if step < self._recorded.step:
             raise UserError(
@@ -293,7 +294,7 @@ class Cluster:
                 f"{self._recorded.step}; its weights are not kept: leave {model}.save out, or start anew in another "
                 "run_dir"
             )
-        if Path(path).exists():
+        if Path(path).exists() and not is_own:
             raise UserError(f"{path} exists already; give save a new directory, or remove it first")
         save = Save(step=step)
         assert self._processes is not None
@@ -301,6 +302,8 @@ class Cluster:
         self._wait(save.done)
         source = step_folder(self._directory.checkpoints, step) / model
         what = {"source": str(source), "target": path}
+        if is_own:  # behind the checkpoint from which the program goes on, which may do something else now
+            delete(Path(path))
         # In a process of its own, which needs no memory of this one.
         words = python_command("realhf.models.convert", msgspec.json.encode(what).decode())
         done = subprocess.run(words, check=False, capture_output=True, text=True)

@@ -4,8 +4,8 @@ On AMD CPUs MKL's float32 kernels use half of the vector width and oneDNN's all 
 an EPYC 9005, also in the products of both gradients. An EPYC 9004 computes all vectors in halves: both have the same
 rate there, and MKL needs no transposed copies for the gradient of a weight. A weight that serves many steps is *packed*
 into the order in which a kernel reads it: our own (`realhf.cpu.products`), or oneDNN's where that is not built. On an
-EPYC 9004 our kernel reaches about its full rate at 8 rows; oneDNN's reaches 0.9 of it at 64 rows, and
-half of it at 8. `benchmarks/generation.py` measures what AMX adds.
+EPYC 9004 our kernel reaches about its full rate at 8 rows; oneDNN's reaches 0.9 of it at 64 rows, and half of it at 8.
+`benchmarks/generation.py` measures it beside torch's, in bfloat16 also those of training, and what AMX adds.
 """
 
 from functools import lru_cache
@@ -46,9 +46,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed
     if packed is not None and takes_packed(packed, x, weight):
         return linear_packed(x, packed, bias)
     takes_gradient = _takes_gradient(x, weight)
-    if not _is_for_onednn(x):
+    if not _has_product(x):
         return F.linear(x, weight, bias)
-    return _OneDnnLinear.apply(x, weight, bias) if takes_gradient else _onednn(x, weight, bias)
+    return _Linear.apply(x, weight, bias) if takes_gradient else _product(x, weight, bias)
 
 
 def takes_packed(packed: Packed, x: Tensor, *weights: Tensor) -> bool:
@@ -60,7 +60,7 @@ def takes_packed(packed: Packed, x: Tensor, *weights: Tensor) -> bool:
 
 def linear_packed(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """As `linear`, from the packed weight alone, if `takes_packed`."""
-    return packed.product(x, bias) if isinstance(packed, PackedWeight) else _onednn(x, packed, bias)
+    return packed.product(x, bias) if isinstance(packed, PackedWeight) else _product(x, packed, bias)
 
 
 def pack(weight: Tensor) -> Packed | None:
@@ -83,13 +83,13 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """grad^T x [out, in], the gradient of the weight of `linear`, from grad [rows, out] and x [rows, in]."""
     if _is_widened(x):
         return weight_gradient(grad.float(), x.float()).to(x.dtype)
-    if not _is_for_onednn(x) or computes_in_halves():
+    if not _has_product(x) or computes_in_halves():
         return grad.t() @ x
     # oneDNN is 500 times slower on rows that are not contiguous, such as the input of a slice.
     grad, x = grad.contiguous(), x.contiguous()
     total = None
     for grad_rows, x_rows in zip(grad.split(_GRADIENT_ROWS), x.split(_GRADIENT_ROWS), strict=True):
-        part = _onednn(grad_rows.t(), x_rows.t(), None)
+        part = _product(grad_rows.t(), x_rows.t(), None)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
@@ -97,7 +97,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """Adds `weight_gradient` to a total [out, in] of any dtype; where none is rounded, within the product."""
-    if total.dtype == x.dtype and x.dtype.itemsize >= 4 and not _is_for_onednn(x):
+    if total.dtype == x.dtype and x.dtype.itemsize >= 4 and not _has_product(x):
         total.addmm_(grad.t(), x)
     else:
         total.add_(weight_gradient(grad, x))
@@ -107,14 +107,15 @@ def _takes_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _is_for_onednn(x: Tensor) -> bool:
+def _has_product(x: Tensor) -> bool:
+    """Whether `_product` computes x W^T, and both gradients."""
     if x.device.type != "cpu" or x.dim() != 2 or x.shape[0] < _FEWEST_ROWS:
         return False
     return _is_widened(x) or (x.dtype == torch.float32 and _has_onednn(x.dtype))
 
 
 def _is_widened(x: Tensor) -> bool:
-    """Whether x is multiplied in float32: without oneDNN's products of bfloat16, torch's take ten times as long."""
+    """Whether x is multiplied in float32: without oneDNN torch has no fast products of bfloat16."""
     return x.device.type == "cpu" and x.dtype == torch.bfloat16 and not _has_onednn(x.dtype)
 
 
@@ -137,7 +138,7 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _is_widened(x):
         return torch.ops.realhf.linear_in_float32(x, weight, bias)
     # The operator that torch's compiler uses for a linear layer on the CPU.
@@ -154,13 +155,13 @@ _operators.define("linear_in_float32(Tensor x, Tensor weight, Tensor? bias) -> T
 _operators.impl("linear_in_float32", _in_float32, "CPU")
 
 
-class _OneDnnLinear(torch.autograd.Function):
-    """The operator has no derivative of its own; both gradients are products of the same kind."""
+class _Linear(torch.autograd.Function):
+    """`_product` has no derivative of its own; both gradients are products of the same kind."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn(x, weight, bias)
+        return _product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -168,7 +169,7 @@ class _OneDnnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
-            _onednn(grad, weight.t(), None) if needs_x else None,  # [rows, in]
+            _product(grad, weight.t(), None) if needs_x else None,  # [rows, in]
             weight_gradient(grad, x) if needs_weight else None,  # [out, in]
             grad.sum(0) if needs_bias else None,
         )

@@ -477,21 +477,27 @@ def test_a_program_goes_on_with_another_number_of_workers(settings: dict[str, st
 
 
 def test_models_saved_within_rounds_push_no_checkpoint_out(tmp_path: Path) -> None:
-    def program() -> None:
+    """And what an earlier start saved behind the checkpoint is saved anew: the program may do something else now."""
+
+    def program(sign: int) -> None:
         with started(tmp_path, num_workers=1, dtype="float32", checkpoint_every=2) as cluster:
             actor = cluster.policy(lr=1e-2)
             for number, prompts in enumerate(prompts_of(cluster, tmp_path, 4)):
                 rollout = actor.generate(prompts, OPTIONS)
                 if number > 1:
                     actor.save(str(tmp_path / f"out-{number}"))
-                scores = [letters(text) for text in rollout.texts()]
+                scores = [letters(text) * (sign if number > 1 else 1) for text in rollout.texts()]
                 actor.update(group_advantages(rollout, scores, None, BETWEEN), grpo_loss(BETWEEN))["actor_loss"]
                 if number == 3:
                     raise DiesError
 
-    for _ in range(2):
+    saved = []
+    for sign in (1, -1):
         with pytest.raises(DiesError):
-            program()
+            program(sign)
+        saved.append([(tmp_path / f"out-{number}/model.safetensors").read_bytes() for number in (2, 3)])
+    assert saved[0][0] == saved[1][0]
+    assert saved[0][1] != saved[1][1]
     started_from = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in started_from if event["event"] == "resumed"] == [2]
 

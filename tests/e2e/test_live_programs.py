@@ -1,6 +1,7 @@
 """`experiments/live_programs.py`: what each program calls depends on what it found."""
 
 import importlib
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,12 @@ def numbers(line: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.?\d*", line)]
 
 
+def trainings(of_round: list[str]) -> list[str]:
+    return [name for name in of_round if "train_step" in name or name.endswith("_update")]
+
+
 def updates(calls: Calls) -> list[int]:
-    return [sum("train_step" in name for name in of_round) for of_round in calls]
+    return [len(trainings(of_round)) for of_round in calls]
 
 
 def draws(calls: Calls) -> list[int]:
@@ -46,16 +51,39 @@ def leaves(lines: list[str], calls: Calls) -> bool:
 
 def stops_when_far(lines: list[str], calls: Calls) -> bool:
     far = [numbers(line)[0] > 0.05 for line in lines]
-    return updates(calls) == [int(not each) for each in far] and not any(far[:-1])
+    return updates(calls) == [int(not each) for each in far] and far == [False] * (len(lines) - 1) + [True]
+
+
+def trains_the_loser(lines: list[str], calls: Calls) -> bool:
+    won = [numbers(line) for line in lines]
+    rounds = zip([[0.0, 0.0], *won], won, calls, strict=False)
+    losers = ["second" if now[0] > before[0] else "first" for before, now, _ in rounds]
+    trained = [[name.split("_")[0] for name in trainings(of_round)] for of_round in calls]
+    return trained == [[loser] for loser in losers] and max(won[-1]) > STEPS / 2
+
+
+def has_a_judge(lines: list[str], calls: Calls) -> bool:
+    is_judged = all(any(name.startswith("judge_") for name in of_round) for of_round in calls)
+    return is_judged and updates(calls) == [1] * STEPS and all(numbers(line)[0] > numbers(line)[1] for line in lines)
+
+
+def learns_from_others(lines: list[str], calls: Calls) -> bool:
+    """Either kind of rows has a call of its own."""
+    pairs = {(line.split(", ")[1], *trainings(of_round)) for line, of_round in zip(lines, calls, strict=True)}
+    kinds, names = zip(*pairs, strict=True)
+    return {*kinds} == {"examples", "own answers"} and len(pairs) == len({*names}) == 2
 
 
 def follows_the_divergence(lines: list[str], calls: Calls) -> bool:
-    found = [numbers(line.replace("e-", "00000")) for line in lines]
-    return len({beta for beta, _ in found}) > 1 and updates(calls) == [1] * STEPS
+    found = [numbers(line) for line in lines]
+    factors = [later[0] / now[0] for now, later in itertools.pairwise(found)]
+    expected = [2 if divergence > 0.01 else 0.5 for _, divergence in found[:-1]]
+    return factors == pytest.approx(expected, rel=0.02) and {*expected} == {2, 0.5}
 
 
 def goes_on_until_it_moved(lines: list[str], calls: Calls) -> bool:
-    return updates(calls) == [int(numbers(line)[0]) for line in lines]
+    counts = [int(numbers(line)[0]) for line in lines]
+    return updates(calls) == counts and len({*counts}) > 1
 
 
 def keeps(lines: list[str], calls: Calls) -> bool:
@@ -71,18 +99,21 @@ def keeps(lines: list[str], calls: Calls) -> bool:
 
 HOLDS: dict[str, Callable[[list[str], Calls], bool]] = {
     "curriculum": rises,
-    "best_of_n": lambda lines, calls: draws(calls) == [int(numbers(line)[0]) for line in lines],
+    "best_of_n": lambda lines, calls: (
+        draws(calls) == [int(numbers(line)[0]) for line in lines] and len({*draws(calls)}) > 1
+    ),
     "rejection_sampling": lambda lines, calls: (
         draws(calls) == [int(numbers(line)[0]) for line in lines]
         and updates(calls) == [int(numbers(line)[1] >= 25) for line in lines]
+        and len({*draws(calls)}) > 1
     ),
     "stop_on_divergence": stops_when_far,
-    "self_play": lambda lines, calls: len(lines) == 3 or sum(numbers(lines[-1])) == len(lines),
-    "tournament": lambda lines, calls: all(numbers(line)[0] >= numbers(line)[1] for line in lines),
+    "self_play": trains_the_loser,
+    "tournament": has_a_judge,
     "prompt_search": leaves,
     "adaptive_kl": follows_the_divergence,
     "as_far_as_allowed": goes_on_until_it_moved,
-    "examples_when_stuck": lambda lines, calls: updates(calls) == [1] * STEPS and "own answers" in lines[0],
+    "examples_when_stuck": learns_from_others,
     "keep_the_best": keeps,
     "race": lambda lines, calls: updates(calls) == [3, 3, 2, 2, 1],
 }

@@ -98,9 +98,9 @@ def test_gradients_of_bfloat16_without_onednn_are_those_of_float32_rounded_once(
 def test_a_gradient_is_only_computed_where_it_is_asked_for(monkeypatch):
     x, weight, _ = operands(8, torch.float32)
     calls = []
-    original = module._onednn
+    original = module._product
     monkeypatch.setattr(module, "computes_in_halves", lambda: False)
-    monkeypatch.setattr(module, "_onednn", lambda *a: calls.append(a[0].shape) or original(*a))
+    monkeypatch.setattr(module, "_product", lambda *a: calls.append(a[0].shape) or original(*a))
     linear(x, weight.requires_grad_(True)).sum().backward()
     assert calls == [(8, 40), (24, 8)]  # forward, and the gradient of the weight alone
 
@@ -133,14 +133,14 @@ def test_a_gradient_reads_rows_that_follow_one_another(monkeypatch):
     """Those of a slice's input do not, and oneDNN would compute with them 500 times slower."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch has no oneDNN here")
-    product, given = module._onednn, []
+    product, given = module._product, []
 
     def seen(x, weight, bias):
         given.extend((x, weight))
         return product(x, weight, bias)
 
     monkeypatch.setattr(module, "computes_in_halves", lambda: False)
-    monkeypatch.setattr(module, "_onednn", seen)
+    monkeypatch.setattr(module, "_product", seen)
     wide, grad = torch.randn(8, 32), torch.randn(8, 6)
     found = module.weight_gradient(grad, wide[:, 4:20])
     torch.testing.assert_close(found, grad.T @ wide[:, 4:20])
