@@ -7,16 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from realhf.cpu.products import PackedWeight, pack
 from realhf.parallel.gradients import gradient_sink
-from realhf.parallel.linear import (
-    Packed,
-    add_weight_gradient,
-    linear,
-    linear_packed,
-    pack,
-    takes_packed,
-    weight_gradient,
-)
+from realhf.parallel.linear import add_weight_gradient, linear, takes_packed, weight_gradient
 from realhf.parallel.tensor import ColumnParallelLinear
 from realhf.parallel.views import side_by_side
 
@@ -27,15 +20,15 @@ class JoinedLinears:
 
     def __init__(self, *linears: ColumnParallelLinear):
         self.linears = linears
-        self.packed: Packed | None = None
+        self.packed: PackedWeight | None = None
         self.bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """[tokens, out / tp] each, from x [tokens, in]."""
         weights = [weight for each in self.linears for weight in each.weights()]
-        if self.packed is not None and takes_packed(self.packed, x, *weights):
+        if self.packed is not None and takes_packed(x, *weights):
             sizes = [weight.shape[0] for weight in weights]
-            return linear_packed(x, self.packed, self.bias).split(sizes, dim=-1)
+            return self.packed.product(x, self.bias).split(sizes, dim=-1)
         if is_better_alone(x):
             return self._alone(x)
         biases = [each.bias for each in self.linears if each.bias is not None]

@@ -3,8 +3,8 @@
 On AMD CPUs MKL's float32 kernels use half of the vector width and oneDNN's all of it: 100 against 230 GFLOP/s a core of
 an EPYC 9005, also in the products of both gradients. An EPYC 9004 computes all vectors in halves: both have the same
 rate there, and MKL needs no transposed copies for the gradient of a weight. A weight that serves many steps is *packed*
-into the order in which a kernel reads it: our own (`realhf.cpu.products`), or oneDNN's where that is not built. On an
-EPYC 9004 our kernel reaches about its full rate at 8 rows; oneDNN's reaches 0.9 of it at 64 rows, and half of it at 8.
+into the order in which our own kernel reads it (`realhf.cpu.products`). On an EPYC 9004 it reaches about its full rate
+at 8 rows; oneDNN's, with weights in its own order, reaches 0.9 of it at 64 rows, and half of it at 8.
 `benchmarks/generation.py` measures it beside torch's, in bfloat16 also those of training, and what AMX adds.
 """
 
@@ -17,66 +17,39 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from realhf.cpu import products
 from realhf.cpu.products import PackedWeight
 
-Packed = PackedWeight | Tensor  # a Tensor is in the order of oneDNN's kernels
-
-# Below this many rows MKL's matrix-vector kernels win over oneDNN's with weights that are not packed.
+# Below this many rows MKL's matrix-vector kernels win over oneDNN's.
 _FEWEST_ROWS = 4
-_FEWEST_PACKED_ROWS = 2  # for weights packed for oneDNN
 # Above this many rows oneDNN's blocks of rows and columns win over our kernel, although oneDNN packs the weight first.
 _MOST_OWN_ROWS = 256
 # A weight's gradient sums over the rows; a block of this many rows stays in a core's cache while it is read.
 _GRADIENT_ROWS = 512
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: PackedWeight | None = None) -> Tensor:
     """x W^T + bias, differentiable; device, dtype and the number of rows alone decide which kernel computes it.
 
     Args:
         x: [rows, in].
         weight: [out, in].
         bias: [out].
-        packed: `pack(weight)` of the present weight, if it was kept; used in passes without gradients.
+        packed: `realhf.cpu.products.pack` of the present weight, if it was kept; used in passes without gradients.
 
     Returns:
         [rows, out].
     """
-    if packed is not None and takes_packed(packed, x, weight):
-        return linear_packed(x, packed, bias)
+    if packed is not None and takes_packed(x, weight):
+        return packed.product(x, bias)
     takes_gradient = _takes_gradient(x, weight)
     if not _has_product(x):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias) if takes_gradient else _product(x, weight, bias)
 
 
-def takes_packed(packed: Packed, x: Tensor, *weights: Tensor) -> bool:
+def takes_packed(x: Tensor, *weights: Tensor) -> bool:
     """Whether products of x [rows, in] with `weights` should use their packed form."""
-    rows = x.shape[0]
-    is_taken = rows <= _MOST_OWN_ROWS if isinstance(packed, PackedWeight) else rows >= _FEWEST_PACKED_ROWS
-    return is_taken and not _takes_gradient(x, *weights)
-
-
-def linear_packed(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """As `linear`, from the packed weight alone, if `takes_packed`."""
-    return packed.product(x, bias) if isinstance(packed, PackedWeight) else _product(x, packed, bias)
-
-
-def pack(weight: Tensor) -> Packed | None:
-    """A copy of `weight` [out, in] in the order of the best kernel, of about the same size; None if it does not help.
-
-    Without packing, torch uses oneDNN for bfloat16 by itself.
-    """
-    packed = products.pack(weight)
-    return pack_for_onednn(weight) if packed is None else packed
-
-
-def pack_for_onednn(weight: Tensor) -> Tensor | None:
-    """As `pack`, for oneDNN's kernels on any processor that has them in this dtype."""
-    if weight.device.type != "cpu" or not _has_onednn(weight.dtype):
-        return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return x.shape[0] <= _MOST_OWN_ROWS and not _takes_gradient(x, *weights)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from realhf.cpu.products import PackedWeight, pack
 from realhf.parallel.gradients import gradient_sink
-from realhf.parallel.linear import Packed, linear, pack
+from realhf.parallel.linear import linear
 from realhf.parallel.ordered import add_rows
 from realhf.parallel.sequence import TokenShards, leave
 
@@ -52,7 +53,7 @@ class _Linear(nn.Module):
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(weight_shape))
         self.bias = nn.Parameter(torch.empty(weight_shape[0])) if bias else None
         self.slices: nn.ModuleList | None = None
-        self.packed: Packed | None = None
+        self.packed: PackedWeight | None = None
 
     def cut(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Replaces the weight by slices of these shapes, one after the other along `cut_along`."""

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from realhf.architecture.chunks import GPU_LOGITS_BYTES, LOGITS_BYTES, logits_tile
 from realhf.cpu import fused
+from realhf.cpu.products import PackedWeight
 from realhf.parallel import ordered
 from realhf.parallel.collectives import gathered
 from realhf.parallel.gradients import before_use, gradient_sink
-from realhf.parallel.linear import Packed, linear, weight_gradient
+from realhf.parallel.linear import linear, weight_gradient
 from realhf.parallel.ordered import Leaves
 from realhf.parallel.regions import gather_last_dim
 
@@ -58,7 +59,7 @@ class Logits:
     hidden: Tensor
     weight: Tensor | Sequence[Tensor]
     group: dist.ProcessGroup | None = None
-    packed: Packed | None = None
+    packed: PackedWeight | None = None
     chunk_bytes: int | None = None
     leaves: Leaves | None = None
 

@@ -14,7 +14,6 @@ from realhf.engine.generate.paged_attention import CppKernels
 from realhf.models.decoder import Decoder, DecoderLayer
 from realhf.models.mlp import GatedMLP
 from realhf.models.norms import RMSNorm
-from realhf.parallel.linear import Packed
 from realhf.parallel.tensor import RowParallelLinear
 
 
@@ -89,7 +88,7 @@ def _weights(decoder: Decoder, layer: DecoderLayer) -> LayerWeights | None:
     )
 
 
-def _by_parts(linear: RowParallelLinear, parts: int) -> Packed | None:
+def _by_parts(linear: RowParallelLinear, parts: int) -> PackedWeight | None:
     """The packed weight; of several parts of its columns each packed alone, one behind the other."""
     if parts == 1 or linear.weight is None:
         return linear.packed

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from realhf.cpu import products
 from realhf.parallel import linear as module
-from realhf.parallel.linear import computes_in_halves, linear, pack, pack_for_onednn, takes_packed
-from tests.unit.packing import PACKERS
+from realhf.parallel.linear import computes_in_halves, linear, takes_packed
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -36,17 +35,11 @@ def test_values_are_those_of_the_plain_product(dtype, rows, has_onednn, monkeypa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 65, 256, 257])
-@pytest.mark.parametrize("packer", PACKERS)
-def test_values_of_packed_weights_are_those_of_the_plain_product(dtype, rows, packer):
-    """Each kernel on every processor that has it, not only where it is the best one; at the bounds of its rows too."""
+def test_values_of_packed_weights_are_those_of_the_plain_product(dtype, rows):
+    """At the bounds of its rows too."""
     x, weight, bias = operands(rows, dtype)
-    packed = packer(weight)
-    if packed is None:
-        assert (packer, dtype) == (pack_for_onednn, torch.bfloat16)
-        assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return
-    assert takes_packed(packed, x, weight) == (rows <= 256 if packer is products.pack else rows >= 2)
-    assert_plain_product(x, weight, bias, packed)
+    assert takes_packed(x, weight) == (rows <= 256)
+    assert_plain_product(x, weight, bias, products.pack(weight))
 
 
 @pytest.mark.parametrize("instructions", ["any", "avx2", "avx512", "amx"])
@@ -119,14 +112,10 @@ def test_processors_that_compute_in_halves(vendor, family, expected, tmp_path):
 def test_packed_weights_are_of_no_use_to_a_gradient():
     """They are left aside: a pass with gradients may follow a change of the weights."""
     x, weight, _ = operands(8, torch.float32)
-    packed = pack(torch.zeros_like(weight))
+    packed = products.pack(torch.zeros_like(weight))
     assert packed is not None
     assert not linear(x, weight, packed=packed).any()
     assert linear(x, weight.requires_grad_(True), packed=packed).any()
-
-
-def test_float64_is_not_packed():
-    assert pack(torch.zeros(4, 4, dtype=torch.float64)) is None
 
 
 def test_a_gradient_reads_rows_that_follow_one_another(monkeypatch):
